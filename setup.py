@@ -1,0 +1,36 @@
+"""Cython extensions and the two packages that live outside src/: everything else is pyproject.toml."""
+
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, find_packages, setup
+
+NATIVE = [
+    Extension(
+        f"atlas._native.{source.stem}",
+        [str(source)],
+        extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden"],
+        extra_link_args=["-pthread"],
+    )
+    for source in sorted(Path("src/atlas/_native").glob("*.pyx"))
+]
+
+setup(
+    packages=[*find_packages("src"), "atlas_kernels", "atlas.include"],
+    package_dir={"": "src", "atlas_kernels": "kernels", "atlas.include": "include"},
+    package_data={
+        "atlas": ["py.typed"],
+        "atlas._native": ["*.pxd", "*.pyi"],
+        "atlas.include": ["*.h"],
+    },
+    ext_modules=cythonize(
+        NATIVE,
+        compiler_directives={
+            "language_level": 3,
+            "boundscheck": False,
+            "wraparound": False,
+            "cdivision": True,
+            "initializedcheck": False,
+        },
+    ),
+)

@@ -1,0 +1,1 @@
+"""Cython and C: integers and pointers, never tensors."""

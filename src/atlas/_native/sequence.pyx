@@ -1,0 +1,170 @@
+"""One sequence's tokens, counters and block table: the single owner of all of them."""
+
+import numpy as np
+
+from libc.stdlib cimport free, realloc
+from libc.string cimport memcpy
+
+from atlas.errors import (
+    InvalidArgumentError,
+    OutOfMemoryError,
+    SequenceStateError,
+    StaleHandleError,
+)
+
+
+cdef class Sequence:
+    """Tokens, committed length and KV blocks of one stream of tokens.
+
+    ``reserve`` is the only allocator; ``advance`` and ``rewind`` are the only movers of
+    ``seq_len``. A verify leaves ``verify_rows`` set until ``accept`` or ``release``.
+    """
+
+    def __cinit__(self, BlockPool pool not None, int64_t block_size):
+        self.pool = pool
+        self.block_size = block_size
+
+    def __dealloc__(self):
+        if not self.freed:
+            self.trim_blocks(0)
+        free(self._tokens)
+        free(self._blocks)
+
+    cdef int require_usable(self) except -1:
+        if self.freed:
+            raise StaleHandleError("this sequence was freed")
+        if self.failed:
+            raise SequenceStateError("this sequence failed; free it")
+        return 0
+
+    cdef int trim_blocks(self, int64_t num_blocks) except -1:
+        while self._num_blocks > num_blocks:
+            self._num_blocks -= 1
+            self.pool.drop(self._blocks[self._num_blocks])
+        return 0
+
+    @property
+    def tokens(self):
+        """Copy of the token ids, int32 [num_tokens]."""
+        out = np.empty(self._num_tokens, np.int32)
+        cdef int32_t[::1] view = out
+        if self._num_tokens:
+            memcpy(&view[0], self._tokens, self._num_tokens * sizeof(int32_t))
+        return out
+
+    @property
+    def num_tokens(self):
+        return self._num_tokens
+
+    @property
+    def block_table(self):
+        """Copy of the block numbers, uint32 [num_blocks]."""
+        out = np.empty(self._num_blocks, np.uint32)
+        cdef uint32_t[::1] view = out
+        if self._num_blocks:
+            memcpy(&view[0], self._blocks, self._num_blocks * sizeof(uint32_t))
+        return out
+
+    @property
+    def num_blocks(self):
+        return self._num_blocks
+
+    def write_block_table(self, int32_t[::1] row not None):
+        """Copy the block numbers into the front of ``row`` (a row of the step's metadata)."""
+        if row.shape[0] < self._num_blocks:
+            raise InvalidArgumentError(
+                f"row has {row.shape[0]} entries for {self._num_blocks} blocks")
+        if self._num_blocks:
+            memcpy(&row[0], self._blocks, self._num_blocks * sizeof(uint32_t))
+
+    def check(self):
+        """Raise unless the sequence can take a forward call (usable, no verify pending)."""
+        self.require_usable()
+        if self.verify_rows:
+            raise SequenceStateError(
+                f"a verify of {self.verify_rows} rows awaits accept or free")
+
+    def reserve(self, int64_t num_positions):
+        """Make room for positions 0 … num_positions - 1.
+
+        Raises
+        ------
+        KvExhausted
+            Too few free blocks; nothing was changed.
+        """
+        cdef int64_t needed = (num_positions + self.block_size - 1) // self.block_size
+        cdef int64_t capacity
+        cdef uint32_t *grown
+        self.require_usable()
+        if needed <= self._num_blocks:
+            return
+        if needed > self._block_capacity:
+            capacity = max(needed, 2 * self._block_capacity)
+            grown = <uint32_t *>realloc(self._blocks, capacity * sizeof(uint32_t))
+            if grown == NULL:
+                raise OutOfMemoryError(f"no memory for a table of {capacity} blocks")
+            self._blocks = grown
+            self._block_capacity = capacity
+        self.pool.take(needed - self._num_blocks, &self._blocks[self._num_blocks])
+        self._num_blocks = needed
+
+    def require_reserved(self, int64_t num_positions):
+        """Raise unless positions 0 … num_positions - 1 have blocks."""
+        self.require_usable()
+        if num_positions > self._num_blocks * self.block_size:
+            raise SequenceStateError(
+                f"{num_positions} positions need reserve() first; room for "
+                f"{self._num_blocks * self.block_size}")
+
+    def advance(self, int32_t[::1] tokens not None, int64_t verify_rows=0):
+        """Append ``tokens`` and commit as many positions. ``verify_rows`` = K opens a verify."""
+        cdef int64_t count = tokens.shape[0]
+        cdef int64_t capacity
+        cdef int32_t *grown
+        self.require_reserved(self.seq_len + count)
+        if self._num_tokens + count > self._token_capacity:
+            capacity = max(64, self._num_tokens + count, 2 * self._token_capacity)
+            grown = <int32_t *>realloc(self._tokens, capacity * sizeof(int32_t))
+            if grown == NULL:
+                raise OutOfMemoryError(f"no memory for {capacity} token ids")
+            self._tokens = grown
+            self._token_capacity = capacity
+        if count:
+            memcpy(&self._tokens[self._num_tokens], &tokens[0], count * sizeof(int32_t))
+        self._num_tokens += count
+        self.seq_len += count
+        self.kv_valid_tokens = self.seq_len
+        self.verify_rows = verify_rows
+
+    def accept(self, int64_t rows_kept):
+        """End a verify: keep ``rows_kept`` of its K rows (the anchor included; 0 = abandon)."""
+        self.require_usable()
+        if not self.verify_rows:
+            raise SequenceStateError("no verify is pending")
+        if not 0 <= rows_kept <= self.verify_rows:
+            raise InvalidArgumentError(
+                f"rows_kept is {rows_kept}; allowed: 0 … {self.verify_rows}")
+        cdef int64_t dropped = self.verify_rows - rows_kept
+        self.verify_rows = 0
+        self.rewind(self.seq_len - dropped)
+
+    def rewind(self, int64_t new_len):
+        """Lower ``seq_len``, trim the tokens and return surplus tail blocks (drop a reference)."""
+        self.check()
+        if not 0 <= new_len <= self.seq_len:
+            raise InvalidArgumentError(f"new_len is {new_len}; allowed: 0 … {self.seq_len}")
+        self.seq_len = new_len
+        self._num_tokens = min(self._num_tokens, new_len)
+        self.kv_valid_tokens = min(self.kv_valid_tokens, new_len)
+        self.trim_blocks((new_len + self.block_size - 1) // self.block_size)
+
+    def fail(self):
+        """Mark the sequence failed: only ``release`` is allowed from now on."""
+        self.failed = True
+
+    def release(self):
+        """Return every block; idempotent. The sequence is unusable afterwards."""
+        if not self.freed:
+            self.trim_blocks(0)
+            self.freed = True
+            self.verify_rows = 0

@@ -1,0 +1,180 @@
+"""What a model file says about rotary position embedding, turned into RopeConfig."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+from atlas.architectures.options import Options
+from atlas.config import RopeConfig
+
+_KINDS: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
+    "default": "none",
+    "linear": "linear",
+    "llama3": "llama3",
+    "yarn": "yarn",
+}
+_MAX_FACTOR = 1e6
+_MAX_THETA = 1e18
+# Keys that some rope section may hold; an unknown one (mrope_section, short_factor …) would
+# change the result, so it is refused. "finetuned" is a remark.
+_KEYS = frozenset(
+    "rope_type type rope_theta factor original_max_position_embeddings low_freq_factor "
+    "high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim truncate "
+    "partial_rotary_factor finetuned".split()
+)
+
+
+def rope_from_huggingface(options: Options, max_seq_len: int) -> RopeConfig:
+    """RopeConfig of a model whose layers all rotate alike.
+
+    Reads ``rope_parameters`` (transformers 5) or the older ``rope_scaling`` beside
+    ``rope_theta``; the older one wins where both are given, as in transformers.
+    """
+    old, new = options.section("rope_scaling"), options.section("rope_parameters")
+    theta = options.number("rope_theta", 10000.0, low=1.0, high=_MAX_THETA)
+    options.require_neutral({"partial_rotary_factor": (1, 1.0)})
+    original = options.optional_integer("original_max_position_embeddings")
+    section = old or new
+    if section is None:
+        return RopeConfig(theta=theta)
+    return _rope_of_section(section, theta, original, max_seq_len)
+
+
+def rope_per_layer_type(
+    options: Options, max_seq_len: int, *, theta: float, local_theta: float
+) -> tuple[RopeConfig, RopeConfig]:
+    """RopeConfig of full-attention layers and of windowed layers (Gemma 3).
+
+    ``rope_parameters`` is nested by layer type; the older spelling is ``rope_theta`` and
+    ``rope_scaling`` for full attention, ``rope_local_base_freq`` for windowed layers. `theta`
+    and `local_theta` are the defaults of the model class.
+    """
+    theta = options.number("rope_theta", theta, low=1.0, high=_MAX_THETA)
+    local_theta = options.number("rope_local_base_freq", local_theta, low=1.0, high=_MAX_THETA)
+    options.require_neutral({"partial_rotary_factor": (1, 1.0)})
+    old, nested = options.section("rope_scaling"), options.section("rope_parameters")
+    full = local = None
+    if nested is not None:
+        full, local = nested.section("full_attention"), nested.section("sliding_attention")
+        if extra := nested.unread():
+            raise options.unsupported(
+                f"rope_parameters.{extra[0]}",
+                nested.raw(extra[0]),
+                "only full_attention and sliding_attention in this section",
+            )
+    if old is not None:
+        full = old
+    return (
+        _rope_of_section(full, theta, None, max_seq_len) if full else RopeConfig(theta=theta),
+        _rope_of_section(local, local_theta, None, max_seq_len)
+        if local
+        else RopeConfig(theta=local_theta),
+    )
+
+
+def _rope_of_section(
+    section: Options, theta: float, original: int | None, max_seq_len: int
+) -> RopeConfig:
+    kind = _KINDS[section.choice("rope_type", _KINDS, section.choice("type", _KINDS, "default"))]
+    theta = section.number("rope_theta", theta, low=1.0, high=_MAX_THETA)
+    section.require_neutral({"partial_rotary_factor": (1, 1.0)})
+    for key in section.unread():
+        if key not in _KEYS:
+            raise section.unsupported(key, section.raw(key), "absent")
+    if kind == "none":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        factor = section.number("factor", low=1e-6, high=_MAX_FACTOR)
+        return RopeConfig(theta=theta, scaling=kind, factor=factor)
+    # transformers gives precedence to the length outside the section.
+    original = original or section.integer("original_max_position_embeddings", max_seq_len)
+    if kind == "yarn":
+        return _yarn(section, theta, original, max_seq_len)
+    rope = RopeConfig(
+        theta=theta,
+        scaling=kind,
+        factor=section.number("factor", low=1e-6, high=_MAX_FACTOR),
+        original_max_seq_len=original,
+        low_freq_factor=section.number("low_freq_factor", low=1e-6, high=_MAX_FACTOR),
+        high_freq_factor=section.number("high_freq_factor", low=1e-6, high=_MAX_FACTOR),
+    )
+    if rope.high_freq_factor <= rope.low_freq_factor:
+        raise section.error(
+            "high_freq_factor", rope.high_freq_factor, f"more than {rope.low_freq_factor}"
+        )
+    return rope
+
+
+def _yarn(section: Options, theta: float, original: int, max_seq_len: int) -> RopeConfig:
+    factor = section.number("factor", max_seq_len / original, low=1e-6, high=_MAX_FACTOR)
+    mscale = section.optional_number("mscale", high=1e3)
+    mscale_all_dim = section.optional_number("mscale_all_dim", high=1e3)
+    if mscale and mscale_all_dim:
+        attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    else:
+        attention_factor = yarn_mscale(factor)
+    if theta == 1.0:
+        raise section.error("rope_theta", theta, "more than 1 with yarn")
+    return RopeConfig(
+        theta=theta,
+        scaling="yarn",
+        factor=factor,
+        original_max_seq_len=original,
+        # Zero means the default, as in transformers.
+        beta_fast=section.number("beta_fast", 32.0, high=1e6) or 32.0,
+        beta_slow=section.number("beta_slow", 1.0, high=1e6) or 1.0,
+        attention_factor=section.number("attention_factor", attention_factor, high=1e3),
+        truncate=section.flag("truncate", True),
+    )
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """How much YaRN scales cos and sin: ``0.1 * mscale * ln(factor) + 1``, 1 for factor <= 1.
+
+    Source: YaRN (arXiv 2309.00071), equation 22 with ``sqrt(1/t)``; `mscale` is DeepSeek's.
+    """
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def rope_from_gguf(options: Options, head_dim: int, max_seq_len: int) -> RopeConfig:
+    """RopeConfig from the ``rope.*`` keys of GGUF metadata.
+
+    The divisors of llama3 files are a tensor (``rope_freqs.weight``); the caller adds them. A
+    factor without a type is linear scaling, and 0 means no scaling, as in llama.cpp.
+    """
+    options.require_neutral({"rope.dimension_count": (head_dim,), "rope.dimension_sections": ()})
+    theta = options.number("rope.freq_base", 10000.0, low=1.0, high=_MAX_THETA)
+    old_factor = options.number("rope.scale_linear", 0.0, high=_MAX_FACTOR)
+    factor = options.number("rope.scaling.factor", old_factor, high=_MAX_FACTOR)
+    kind = options.choice("rope.scaling.type", ("none", "linear", "yarn"), "linear")
+    original = options.integer("rope.scaling.original_context_length", max_seq_len, low=0)
+    # llama.cpp multiplies these into cos and sin on top of its own factor, while its converter
+    # stores the whole factor there: what such a file means is uncertain.
+    options.require_neutral(
+        {
+            "rope.scaling.attn_factor": (1.0,),
+            "rope.scaling.yarn_attn_factor": (1.0,),
+            "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+            "rope.scaling.yarn_log_multiplier": (0.0,),
+            "rope.scaling.alpha": (0.0, 1.0),
+        }
+    )
+    rope = RopeConfig(theta=theta)
+    if kind == "yarn":
+        if theta == 1.0:
+            raise options.error("rope.freq_base", theta, "more than 1 with yarn")
+        factor = factor or 1.0
+        return replace(
+            rope,
+            scaling="yarn",
+            factor=factor,
+            original_max_seq_len=original or max_seq_len,
+            beta_fast=options.number("rope.scaling.yarn_beta_fast", 32.0, low=1e-6, high=1e6),
+            beta_slow=options.number("rope.scaling.yarn_beta_slow", 1.0, low=1e-6, high=1e6),
+            attention_factor=yarn_mscale(factor),
+        )
+    if kind == "linear" and factor not in (0.0, 1.0):
+        return replace(rope, scaling="linear", factor=factor)
+    return rope

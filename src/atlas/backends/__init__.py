@@ -1,0 +1,1 @@
+"""Backends: the op vocabulary of ``atlas.ops`` on a kind of device."""

@@ -1,0 +1,192 @@
+"""Matrix products: activation quantisation, tiles of 16 outputs × 1 or 4 rows, and their loops.
+
+A tile function returns the sums of 16 outputs for one row or four. Within a row the order is the
+same in both (blocks or k ascending, one accumulator), so a row's bits do not depend on how many
+rows there are.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import numpy as np
+
+from atlas.backends.cpu.bodies import body
+from atlas.backends.cpu.bodies.simd import (
+    absolute,
+    add,
+    broadcast_i32,
+    device,
+    dot4,
+    fma,
+    load,
+    load_bf16,
+    load_f16,
+    load_f32,
+    load_first,
+    max_lane,
+    maximum,
+    mul,
+    rint,
+    splat,
+    splat_i32,
+    store_f32,
+    store_first,
+    store_i8_lanes,
+    store_i32,
+    sub,
+    sum_i32,
+    sum_lanes,
+    to_i32,
+    zeros,
+)
+from atlas.backends.cpu.bodies.weight_blocks import FORMATS
+
+_f = np.float32
+ZERO, MAX_INT8 = _f(0.0), _f(127.0)
+
+
+@body("linear.quantize_rows")
+def quantize_rows(thread, num_threads, args):
+    """int8 rows: q [K], then per block scale f32 [K/32], scale · Σq f32 [K/32], Σq i32 [K/16].
+
+    A block that holds NaN or infinity gets the scale NaN, so that it shows in the result.
+    """
+    x, x_stride, num_rows, k, out, out_stride = args[0], args[1], args[2], args[3], args[4], args[5]
+    for row in range(thread, num_rows, num_threads):
+        source, target = x + row * x_stride, out + row * out_stride
+        scales, sums = target + k, target + k + (k // 16) * 4
+        for b in range(k // 32):
+            first, second = load(source + b * 128), load(source + b * 128 + 64)
+            amax = max_lane(maximum(absolute(first), absolute(second)))
+            inverse = splat(MAX_INT8 / amax if amax > ZERO else ZERO)
+            low, high = to_i32(rint(mul(first, inverse))), to_i32(rint(mul(second, inverse)))
+            store_i8_lanes(target + b * 32, low)
+            store_i8_lanes(target + b * 32 + 16, high)
+            not_finite = sum_lanes(add(sub(first, first), sub(second, second)))
+            scale = amax / MAX_INT8 + not_finite
+            low_sum, high_sum = sum_i32(low), sum_i32(high)
+            store_f32(scales + b * 4, scale)
+            store_f32(scales + (k // 32 + b) * 4, scale * _f(low_sum + high_sum))
+            store_i32(sums + b * 8, low_sum)
+            store_i32(sums + b * 8 + 4, high_sum)
+
+
+@device
+def half_dot(w0, w1, w2, w3, x):
+    """Σ over 16 columns: four byte vectors against the 16 activations at ``x``."""
+    total = dot4(splat_i32(0), w0, broadcast_i32(x))
+    total = dot4(total, w1, broadcast_i32(x + 4))
+    total = dot4(total, w2, broadcast_i32(x + 8))
+    return dot4(total, w3, broadcast_i32(x + 12))
+
+
+def _quantised_tiles(unpack, finish):
+    @device
+    def step(tile, nb, b, acc, w, x, k):
+        low = half_dot(w[0], w[1], w[2], w[3], x + b * 32)
+        high = half_dot(w[4], w[5], w[6], w[7], x + b * 32 + 16)
+        return finish(tile, nb, b, acc, low, high, x, k)
+
+    @device
+    def tile_1(tile, k, x):
+        nb = k // 32
+        acc = zeros()
+        for b in range(nb):
+            acc = step(tile, nb, b, acc, unpack(tile, nb, b), x, k)
+        return acc
+
+    @device
+    def tile_4(tile, k, x0, x1, x2, x3):
+        nb = k // 32
+        a0, a1, a2, a3 = zeros(), zeros(), zeros(), zeros()
+        for b in range(nb):
+            w = unpack(tile, nb, b)
+            a0 = step(tile, nb, b, a0, w, x0, k)
+            a1 = step(tile, nb, b, a1, w, x1, k)
+            a2 = step(tile, nb, b, a2, w, x2, k)
+            a3 = step(tile, nb, b, a3, w, x3, k)
+        return a0, a1, a2, a3
+
+    return tile_1, tile_4
+
+
+def _float_tiles(read, width):
+    @device
+    def tile_1(tile, k, x):
+        acc = zeros()
+        for i in range(k):
+            acc = fma(read(tile + i * width), splat(load_f32(x + i * 4)), acc)
+        return acc
+
+    @device
+    def tile_4(tile, k, x0, x1, x2, x3):
+        a0, a1, a2, a3 = zeros(), zeros(), zeros(), zeros()
+        for i in range(k):
+            w = read(tile + i * width)
+            a0 = fma(w, splat(load_f32(x0 + i * 4)), a0)
+            a1 = fma(w, splat(load_f32(x1 + i * 4)), a1)
+            a2 = fma(w, splat(load_f32(x2 + i * 4)), a2)
+            a3 = fma(w, splat(load_f32(x3 + i * 4)), a3)
+        return a0, a1, a2, a3
+
+    return tile_1, tile_4
+
+
+TILES = {name: _quantised_tiles(*functions) for name, functions in FORMATS.items()}
+TILES["f32"] = _float_tiles(load, 64)
+TILES["f16"] = _float_tiles(load_f16, 32)
+TILES["bf16"] = _float_tiles(load_bf16, 32)
+
+
+@device
+def write(out, acc, count, bias, accumulate):
+    """Epilogue of 16 outputs: bias, then the residual that ``out`` holds."""
+    if bias != 0:
+        acc = add(acc, load_first(bias, count))
+    if accumulate != 0:
+        acc = add(load_first(out, count), acc)
+    store_first(out, acc, count)
+
+
+def _linear(tile_1, tile_4):
+    def linear(thread, num_threads, args):
+        x, x_stride, num_rows, k = args[0], args[1], args[2], args[3]
+        weight, tile_bytes, num_outputs = args[4], args[5], args[6]
+        out, out_stride, bias, accumulate = args[7], args[8], args[9], args[10]
+        rows_a_pass = args[11]
+        num_tiles = (num_outputs + 15) // 16
+        first_tile = num_tiles * thread // num_threads
+        last_tile = num_tiles * (thread + 1) // num_threads
+        for start in range(0, num_rows, rows_a_pass):
+            stop = min(num_rows, start + rows_a_pass)
+            for t in range(first_tile, last_tile):
+                tile = weight + t * tile_bytes
+                count = min(16, num_outputs - t * 16)
+                tile_bias = bias + t * 64 if bias != 0 else 0
+                if num_rows == 1:
+                    write(out + t * 64, tile_1(tile, k, x), count, tile_bias, accumulate)
+                    continue
+                for row in range(start, stop, 4):
+                    last = stop - 1
+                    a = tile_4(
+                        tile,
+                        k,
+                        x + row * x_stride,
+                        x + min(row + 1, last) * x_stride,
+                        x + min(row + 2, last) * x_stride,
+                        x + min(row + 3, last) * x_stride,
+                    )
+                    target = out + row * out_stride + t * 64
+                    write(target, a[0], count, tile_bias, accumulate)
+                    if row + 1 < stop:
+                        write(target + out_stride, a[1], count, tile_bias, accumulate)
+                    if row + 2 < stop:
+                        write(target + 2 * out_stride, a[2], count, tile_bias, accumulate)
+                    if row + 3 < stop:
+                        write(target + 3 * out_stride, a[3], count, tile_bias, accumulate)
+
+    return linear
+
+
+for _name, _tiles in TILES.items():
+    body(f"linear.{_name}")(_linear(*_tiles))

@@ -1,0 +1,231 @@
+"""Lifecycle: sequences, their blocks and slots, and the model's end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from atlas.model.records import PrefixReclaim, TokenIds
+    from atlas.model.sequence import SequenceState
+
+
+class SwapDims(NamedTuple):
+    """The shape of a KV cache whose blocks can be swapped to disk."""
+
+    num_kv_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    element_bytes: int
+
+
+class ModelLifecycle(Protocol):
+    """Make, grow, shrink, move, keep and free sequences; own the pools that they share.
+
+    Counters and block table of a ``seq`` live in one native object. Its blocks come from one
+    pool, reference-counted: a block may be shared with the prefix cache or with a fork, and is
+    never written while it is. Free counts are read from the pool itself, so sequences driven by
+    hand and by the engine are counted alike.
+
+    Raises
+    ------
+    StaleHandleError
+        A ``seq`` of another model, of a freed or closed one, or of a parent process.
+    WrongThreadError, ModelBusyError
+        The calling thread does not drive the model.
+    """
+
+    def bind_to_thread(self) -> None:
+        """Make the calling thread the one that drives this model, with its device context.
+
+        The thread that built the model is bound already. Another thread's next call raises
+        ``WrongThreadError``. Not allowed while an engine's owner thread runs.
+        """
+        ...
+
+    def alloc_sequence(self, budget_tokens: int | None = None) -> SequenceState:
+        """Return an empty sequence with its recurrent slot, if the model needs one, zeroed.
+
+        No KV block is taken; :meth:`reserve` does that.
+
+        Parameters
+        ----------
+        budget_tokens
+            The most positions it can reach (prompt plus new tokens). State of a proposer that
+            grows with context is sized by it; None sizes it for ``max_seq_len``.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If ``budget_tokens`` is outside 1 … ``max_seq_len``.
+        OutOfMemoryError
+            If no recurrent slot is free.
+        """
+        ...
+
+    def reserve(self, seq: SequenceState, num_positions: int) -> None:
+        """Make room in ``seq``'s block table for positions 0 … ``num_positions`` − 1.
+
+        The only allocator of blocks. It does nothing when the room is there; otherwise it takes
+        all missing blocks or none. A shared block that the next position would write is replaced
+        by a private copy. A scheduler calls it when it plans, a forward driven by hand first.
+
+        Raises
+        ------
+        KvExhausted
+            If the pool lacks blocks; nothing was changed.
+        PromptTooLongError
+            If ``num_positions`` exceeds ``max_seq_len``.
+        """
+        ...
+
+    def rewind(self, seq: SequenceState, new_len: int) -> None:
+        """Drop the positions from ``new_len`` on.
+
+        ``tokens``, ``seq_len`` and ``kv_valid_tokens`` are cut, and blocks that hold no kept
+        position are returned: a reference is dropped, shared contents are left alone.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If ``new_len`` is outside 0 … ``seq_len``.
+        SequenceStateError
+            If a verify awaits its accept, or the model has recurrent state that does not stand at
+            ``new_len`` (restore a snapshot first).
+        """
+        ...
+
+    def free_sequence(self, seq: SequenceState) -> None:
+        """Give back blocks, prefix references, slot and adapter reference. Idempotent.
+
+        Afterwards every use of ``seq`` but this one raises ``StaleHandleError``.
+        """
+        ...
+
+    def compact_sequence(self, seq: SequenceState, new_slot: int) -> None:
+        """Move ``seq``'s recurrent state, all layers, to pool slot ``new_slot``.
+
+        Keeps running sequences in slots 0 … N − 1. The slot belongs to a retired sequence, on
+        which :meth:`detach_slot_for_reuse` must be called next, with nothing in between.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If ``new_slot`` is not a slot of the pool.
+        """
+        ...
+
+    def detach_slot_for_reuse(self, retired: SequenceState) -> None:
+        """Make ``retired`` give up a slot that :meth:`compact_sequence` has just filled.
+
+        Its ``slot`` becomes None, and freeing or dropping it no longer releases the slot, which
+        the moved sequence owns now.
+        """
+        ...
+
+    def fork(self, seq: SequenceState) -> SequenceState:
+        """Return a second sequence that stands where ``seq`` stands.
+
+        Blocks are shared and copied on the first write; recurrent state is copied now.
+
+        Raises
+        ------
+        OutOfMemoryError
+            If no recurrent slot is free; nothing was changed.
+        SequenceStateError
+            If a verify awaits its accept.
+        """
+        ...
+
+    def cache_sequence(self, seq: SequenceState) -> None:
+        """Insert prompt and generated tokens of ``seq`` into the prefix cache.
+
+        Call it before :meth:`free_sequence`, while the blocks are held. Only whole blocks within
+        ``kv_valid_tokens`` are inserted, under the key of the sequence's adapter and images.
+        """
+        ...
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that can be allocated now; cached blocks are not among them. 0 without KV."""
+        ...
+
+    @property
+    def num_total_blocks(self) -> int:
+        """KV blocks of the pool; 0 without a paged cache."""
+        ...
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block index over all layers, K and V together; 0 without a pool."""
+        ...
+
+    def reclaim_prefix_blocks(self, n: int) -> int:
+        """Evict up to ``n`` blocks from the prefix cache; return how many became free.
+
+        For callers that look at :attr:`num_free_blocks` before they allocate. 0 means that
+        nothing can be evicted: stop asking.
+        """
+        ...
+
+    def reclaim_prefix_blocks_for(
+        self, prompt: TokenIds, adapter_slot: int, blocks_needed: int
+    ) -> PrefixReclaim:
+        """Evict cached blocks until a prefill of ``prompt`` fits beside what it will reuse.
+
+        Evicts until ``num_free_blocks >= blocks_needed - r`` or nothing is left to evict.
+
+        Parameters
+        ----------
+        prompt
+            The prompt to be admitted; r is the number of cached blocks that it will reuse under
+            the adapter, which are never evicted. An empty prompt reuses nothing (r = 0).
+        adapter_slot
+            As in the request: a resident slot, or −1 for the active adapter.
+        blocks_needed
+            Blocks of the whole prompt plus headroom, reused ones included.
+        """
+        ...
+
+    def save_sequence_state(self, seq: SequenceState, writer: BinaryIO) -> None:
+        """Write ``seq``'s KV blocks and recurrent state to ``writer``; frees nothing.
+
+        KV layer by layer, block by block, K then V; then each recurrent layer. A header carries
+        the format's version and a fingerprint of the model and its numerics.
+        """
+        ...
+
+    def restore_sequence_state(self, seq: SequenceState, num_blocks: int, reader: BinaryIO) -> None:
+        """Read what :meth:`save_sequence_state` wrote into the allocated, empty ``seq``.
+
+        Allocates ``num_blocks`` blocks. All that ``reader`` gives is checked before use, and on
+        an error the sequence is as before. A restored sequence continues bitwise as the saved one.
+
+        Raises
+        ------
+        KvExhausted
+            If the pool lacks blocks.
+        InvalidArgumentError
+            If version, fingerprint, sizes or contents disagree.
+        """
+        ...
+
+    def poll_kv_calibration(self) -> None:
+        """Advance the calibration of a quantised KV cache; called once per prefill chunk.
+
+        Nothing happens for caches that need no calibration.
+        """
+        ...
+
+    @property
+    def swap_dims(self) -> SwapDims | None:
+        """Shape of the KV cache for swapping blocks to disk; None where that is unsupported."""
+        ...
+
+    def teardown(self) -> None:
+        """Release everything the model owns, newest first; later calls raise ``ClosedError``.
+
+        Called once, after running work has drained and the streams are synchronised. It is never
+        left to a destructor, which can neither order nor report.
+        """
+        ...

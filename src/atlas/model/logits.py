@@ -1,0 +1,106 @@
+"""Logits: where the rows of a forward lie and how they are read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from atlas.model.logits_view import LogitsView
+    from atlas.model.records import Stream
+
+
+class ModelLogits(Protocol):
+    """Read the rows that a forward left in the logits arena.
+
+    V is the vocabulary. A ``view`` names arena rows and the generation that wrote them; every
+    method checks it and raises ``StaleHandleError`` when a later call has overwritten a row.
+    Host reads wait for the work of ``stream`` (None: the model's default stream) first.
+
+    The greatest logit wins; ties go to the lowest id on every backend. A row that holds NaN or
+    infinity has no argmax and is reported, never answered with an id.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of logits in a row and one more than the greatest token id."""
+        ...
+
+    def to_host(
+        self, view: LogitsView, out: npt.NDArray[np.float32] | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Copy a view's rows to the host, widened to float32.
+
+        Parameters
+        ----------
+        view
+            Rows of the arena.
+        out
+            float32 ``[rows, V]``, C-contiguous, written and returned; None allocates.
+
+        Raises
+        ------
+        ShapeError
+            If ``out`` has another shape, dtype or layout; nothing was written.
+        """
+        ...
+
+    @property
+    def buffer(self) -> LogitsView:
+        """The whole arena as a view of the present generation; a verify leaves K rows in it."""
+        ...
+
+    def is_fp32(self, view: LogitsView) -> bool:
+        """Whether a ``view``'s rows are stored as float32 (4 bytes a logit), else as bfloat16."""
+        ...
+
+    def argmax(self, view: LogitsView, *, stream: Stream | None = None) -> int:
+        """Return the id of the greatest logit of a ``view`` of one row.
+
+        Raises
+        ------
+        ShapeError
+            If the view has another number of rows.
+        NonFiniteLogitsError
+            If the row holds NaN or infinity.
+        """
+        ...
+
+    def argmax_batch(
+        self, view: LogitsView, n: int, *, stream: Stream | None = None
+    ) -> npt.NDArray[np.int32]:
+        """Return the argmax of each of the first ``n`` rows of a view.
+
+        Parameters
+        ----------
+        view
+            At least ``n`` rows.
+        n
+            1 … the view's rows; padding rows of a batch are left out this way.
+
+        Returns
+        -------
+        int32 [n]
+            ``records.NON_FINITE`` (−1) marks a row that holds NaN or infinity; the other rows are
+            unaffected by it.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If ``n`` is outside 1 … rows.
+        """
+        ...
+
+    def hidden_after_norm(self) -> npt.NDArray[np.float32]:
+        """Copy the final norm's output of the last decode step to the host, float32 [rows, D].
+
+        Row i is the i-th sequence of that step; D is the hidden size.
+
+        Raises
+        ------
+        StaleHandleError
+            If no decode ran yet, or another forward has overwritten the rows.
+        """
+        ...

@@ -1,0 +1,49 @@
+"""Streams and events: the order of work that is queued and not yet done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from atlas.model.records import Event, Stream
+
+
+class ModelStreams(Protocol):
+    """Queue work on streams and order streams by events.
+
+    Work on one stream runs in order. Across streams nothing is ordered but what an event orders:
+    record it after the work, wait for it before the use. On the CPU calls return when their work
+    is done, so all of this exists and is trivially ordered.
+
+    Raises
+    ------
+    StaleHandleError
+        Any method: a handle that this model did not make, or of a parent process.
+    KernelError
+        The device reports a fault of earlier work.
+    """
+
+    @property
+    def default(self) -> Stream:
+        """The stream that ``stream=None`` means in every call."""
+        ...
+
+    def create_stream(self) -> Stream:
+        """Return a new stream, not ordered with the default one; it lives as long as the model."""
+        ...
+
+    def create_event(self) -> Event:
+        """Return a new event, which counts as done until it is recorded."""
+        ...
+
+    def record_event(self, event: Event, stream: Stream) -> None:
+        """Let ``event`` stand for all work queued on ``stream`` so far; the host does not wait."""
+        ...
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """Hold later work of ``stream`` until ``event``'s is done; the host does not wait."""
+        ...
+
+    def synchronize(self, stream: Stream) -> None:
+        """Block the calling thread until all work queued on ``stream`` is done."""
+        ...

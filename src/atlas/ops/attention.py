@@ -1,0 +1,100 @@
+"""Paged attention and the store that fills its pools."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.ops.spec import op
+
+Float = NDArray[np.float32]
+Int = NDArray[np.int32]
+
+SEGMENT = 256
+"""Keys summed on their own before segments are merged, at absolute multiples of this position."""
+
+
+@op
+def kv_store(
+    k: Float, v: Float, slots: Int, *, k_pool: NDArray[np.floating], v_pool: NDArray[np.floating]
+) -> None:
+    """Write new keys and values into their blocks.
+
+    Parameters
+    ----------
+    k, v : float32 [T, HK, K]
+        Rows may be strided.
+    slots : int32 [T]
+        block · S + offset of each row's position.
+    k_pool : float32 or float16 [B, HK, K, S]
+        Written; tokens innermost, so that 16 keys of one dimension are one vector.
+    v_pool : same dtype [B, HK, S, K]
+        Written.
+    """
+    block_size = k_pool.shape[3]
+    block, offset = slots // block_size, slots % block_size
+    k_pool[block, :, :, offset] = k
+    v_pool[block, :, offset, :] = v
+
+
+@op
+def attention(
+    q: Float,
+    k_pool: NDArray[np.floating],
+    v_pool: NDArray[np.floating],
+    block_tables: Int,
+    cu_rows: Int,
+    positions: Int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    *,
+    out: Float,
+) -> None:
+    """Causal attention of every row over its sequence's blocks.
+
+    Parameters
+    ----------
+    q : float32 [T, H, K]
+        Rows may be strided. Query head h reads key head ⌊h · HK / H⌋.
+    k_pool, v_pool : float32 or float16 [B, HK, K, S], [B, HK, S, K]
+    block_tables : int32 [N, M]
+    cu_rows : int32 [N + 1]
+        Rows cu_rows[n] … cu_rows[n + 1] − 1 belong to sequence n.
+    positions : int32 [T]
+        A row sees keys at positions 0 … its own; ascending within a sequence.
+    scale : float
+        Multiplies q · k.
+    window : int, optional
+        A row sees only the last ``window`` positions, its own included.
+    softcap : float, optional
+        Scores become cap · tanh(score / cap).
+    out : float32 [T, H, K]
+        Written; contiguous.
+
+    Notes
+    -----
+    Order: score over k ascending; softmax and Σ p·v over keys ascending within each segment of
+    256 absolute positions; segments merged ascending. It depends on position alone, so any
+    chunking of the prompt and any batch give a row the same bits.
+
+    Source
+    ------
+    Kwon et al., "PagedAttention" (2023), arXiv 2309.06180; Milakov and Gimelshein, "Online
+    normalizer calculation for softmax" (2018), arXiv 1805.02867.
+    """
+    num_heads, num_kv_heads = q.shape[1], k_pool.shape[1]
+    for n in range(len(cu_rows) - 1):
+        for t in range(cu_rows[n], cu_rows[n + 1]):
+            end = positions[t] + 1
+            start = 0 if window is None else max(0, end - window)
+            table = block_tables[n, : -(-end // k_pool.shape[3])]
+            keys = np.concatenate(list(k_pool[table]), axis=-1)[..., start:end]
+            values = np.concatenate(list(v_pool[table]), axis=1)[:, start:end]
+            for h in range(num_heads):
+                kv = h * num_kv_heads // num_heads
+                scores = (q[t, h] @ keys[kv].astype(np.float32)) * np.float32(scale)
+                if softcap is not None:
+                    scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
+                weights = np.exp(scores - scores.max())
+                out[t, h] = weights @ values[kv].astype(np.float32) / weights.sum()

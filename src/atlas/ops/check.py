@@ -1,0 +1,43 @@
+"""Named-dimension checks: state the shapes of a call once, at its boundary."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from atlas.errors import ShapeError
+
+
+def match_dims(*pairs: object, dtype: object = None) -> dict[str, int]:
+    """Bind dimension names to sizes: ``match_dims("T D", x, "D", weight)``.
+
+    Parameters
+    ----------
+    *pairs
+        Alternating specifications and arrays (anything with ``shape``). A token of a
+        specification is a name, bound at its first use, or a literal size.
+    dtype
+        If given, every array's dtype must be this one.
+
+    Returns
+    -------
+    dict
+        Size of each name.
+
+    Raises
+    ------
+    ShapeError
+        A rank, a size or a dtype disagrees; the message names it.
+    """
+    sizes: dict[str, int] = {}
+    for spec, array in zip(pairs[::2], pairs[1::2], strict=True):
+        names = str(spec).split()
+        shape: tuple[int, ...] = array.shape  # type: ignore[attr-defined]
+        if len(shape) != len(names):
+            raise ShapeError(f"expected [{spec}], got shape {shape}")
+        for name, size in zip(names, shape, strict=True):
+            expected = int(name) if name.isdigit() else sizes.setdefault(name, size)
+            if size != expected:
+                raise ShapeError(f"{name} is {expected}, but [{spec}] has shape {shape}")
+        if dtype is not None and array.dtype != np.dtype(dtype):  # type: ignore
+            raise ShapeError(f"[{spec}] has dtype {array.dtype}, allowed: {np.dtype(dtype)}")  # type: ignore
+    return sizes

@@ -1,0 +1,35 @@
+"""Token embedding and row selection."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.ops.blocks import HostMatrix, dequantize
+from atlas.ops.spec import op
+
+Float = NDArray[np.float32]
+
+
+@op
+def embedding(ids: NDArray[np.int32], table: HostMatrix, scale: float, *, out: Float) -> None:
+    """out[t] = table[ids[t]] · scale.
+
+    Parameters
+    ----------
+    ids : int32 [T]
+        0 ≤ id < C, checked by the caller.
+    table : matrix [C, D]
+        Any weight format; dequantised to float32.
+    scale : float
+        1.0, or √D for the Gemma family.
+    out : float32 [T, D]
+        Written.
+    """
+    out[...] = dequantize(table.take_rows(ids.astype(np.int64))) * np.float32(scale)
+
+
+@op
+def gather_rows(x: Float, rows: NDArray[np.int32], *, out: Float) -> None:
+    """out[i] = x[rows[i]]; float32 [T, D] → [L, D]."""
+    out[...] = x[rows]
