@@ -141,16 +141,18 @@ def _module_marks(tree: ast.Module) -> tuple[ast.expr, ...]:
         if isinstance(node, ast.Assign) and any(
             isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets
         ):
-            several = isinstance(node.value, ast.List | ast.Tuple)
-            return tuple(node.value.elts) if several else (node.value,)
+            if isinstance(node.value, ast.List | ast.Tuple):
+                return tuple(node.value.elts)
+            return (node.value,)
     return ()
 
 
 def _mark_name(mark: ast.expr) -> str | None:
     """Return the ``x`` of ``pytest.mark.x`` or ``pytest.mark.x(...)``."""
     target = mark.func if isinstance(mark, ast.Call) else mark
-    is_mark = isinstance(target, ast.Attribute) and ast.unparse(target.value) == "pytest.mark"
-    return target.attr if is_mark else None
+    if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "pytest.mark":
+        return target.attr
+    return None
 
 
 def _contract_keys(mark: ast.expr, path: str) -> Iterator[str]:

@@ -53,6 +53,8 @@ def value(content: object) -> bytes:
     match content:
         case Raw(raw):
             return raw
+        case np.generic():  # before float: np.float64 is one
+            return struct.pack("<I", NUMBER_TYPES[content.dtype.str[1:]]) + content.tobytes()
         case bool():
             return struct.pack("<I?", 7, content)
         case int():
@@ -61,8 +63,6 @@ def value(content: object) -> bytes:
             return struct.pack("<If", 6, content)
         case str() | bytes():
             return struct.pack("<I", STRING) + string(content)
-        case np.generic():
-            return struct.pack("<I", NUMBER_TYPES[content.dtype.str[1:]]) + content.tobytes()
     return struct.pack("<I", ARRAY) + array(content)
 
 

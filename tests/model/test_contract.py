@@ -24,23 +24,33 @@ def load_tool() -> ModuleType:
 
 
 contract = load_tool()
+DECLARATIONS = contract.read_declarations()
 FOUNDATION = sorted({row.key for row in contract.read_rows() if row.first_issue == "foundation"})
 
 
 def declared_files(key: str) -> list[str]:
-    return sorted(
-        {d.path for d in contract.read_declarations() if d.key == key and d.backend == "cpu"}
+    return sorted({d.path for d in DECLARATIONS if d.key == key and d.backend == "cpu"})
+
+
+def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
 def test_page_is_current() -> None:
-    page = contract.render(contract.read_rows(), contract.read_declarations())
+    page = contract.render(contract.read_rows(), DECLARATIONS)
     assert contract.PAGE.read_text(encoding="utf-8") == page, "run: python tools/contract.py"
 
 
-@pytest.mark.parametrize("key", FOUNDATION)
-def test_foundation_row_has_a_test(key: str) -> None:
-    assert declared_files(key), f'no test is marked @pytest.mark.contract("{key}")'
+def test_every_foundation_row_has_a_test() -> None:
+    missing = [key for key in FOUNDATION if not declared_files(key)]
+    assert not missing, "no test carries @pytest.mark.contract(...) for these rows"
 
 
 @pytest.mark.slow
@@ -48,16 +58,62 @@ def test_foundation_row_has_a_test(key: str) -> None:
 def test_declared_tests_notice_a_noop(key: str) -> None:
     files = declared_files(key)
     assert files, f'no test is marked @pytest.mark.contract("{key}")'
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=line"]
-    done = subprocess.run(
-        [*command, "-m", "not gpu", "--noop", key, *files],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_pytest("-m", "not gpu", "--tb=line", "--noop", key, *files)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-1000:]}"
+
+
+FAKE = """
+from atlas.model import ModelStreams
+
+class FakeStreams(ModelStreams):
+    __module__ = "atlas.model.fake"
+
+    @property
+    def default(self):
+        return 7
+
+    def create_stream(self):
+        return 8
+"""
+
+FAKE_TESTS = """
+import pytest
+from conftest import FakeStreams
+
+@pytest.mark.contract("streams.default")
+@pytest.mark.parametrize("value", [7, None])
+def test_notices_default(value):
+    assert value is None or FakeStreams().default == value
+
+@pytest.mark.contract("streams.create_stream")
+def test_notices_create():
+    assert FakeStreams().create_stream() == 8
+
+@pytest.mark.contract("streams.create_stream")
+def test_notices_nothing():
+    FakeStreams().create_stream()
+"""
+
+
+@pytest.mark.parametrize(
+    ("row", "status", "verdict"),
+    [
+        ("streams.default", 0, "every declared test noticed"),
+        ("streams.create_stream", 1, "test_fake.py::test_notices_nothing"),
+        ("streams.teleport", 4, "no such method"),
+    ],
+)
+def test_noop_run_reports_tests_that_notice_nothing(
+    row: str, status: int, verdict: str, tmp_path: Path
+) -> None:
+    conftest = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+    (tmp_path / "conftest.py").write_text(conftest + FAKE, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    tests = tmp_path / "test_fake.py"
+    tests.write_text(FAKE_TESTS, encoding="utf-8")
+    done = run_pytest("-c", str(tmp_path / "pytest.ini"), "--noop", row, str(tests))
+    assert done.returncode == status, done.stdout + done.stderr
+    assert verdict in done.stdout + done.stderr
 
 
 SOURCE = """

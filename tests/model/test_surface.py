@@ -70,9 +70,7 @@ def test_members_document_themselves(group: str) -> None:
     assert len(group_doc.split()) >= 6
     for name, member in members(protocol).items():
         doc = inspect.getdoc(function_of(member)) or ""
-        first = doc.partition("\n")[0]
         assert len(doc.split()) >= 7, f"{group}.{name} says too little"
-        assert first[-1] in ".;:" or "." in first or doc.count("\n") > 1, f"{group}.{name}: {first}"
         known = f"{doc}\n{group_doc}"
         for parameter in parameters(member):
             assert parameter.name in known, f"{group}.{name} does not explain {parameter.name}"

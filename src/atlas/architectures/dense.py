@@ -188,7 +188,7 @@ FAMILIES: tuple[Family, ...] = (
         windows="alternating",
         window_period=6,
         gemma=True,
-        neutral=_CAUSAL | {"attn_logit_softcapping": ()},
+        neutral={**_CAUSAL, "attn_logit_softcapping": ()},
     ),
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from atlas.architectures.dense import Family, family_of_gguf
 from atlas.architectures.huggingface_config import MAX_EXPERTS, MAX_LAYERS, read_head_dim
@@ -17,7 +17,15 @@ from atlas.architectures.rope_options import rope_from_gguf
 from atlas.config import ModelConfig, MoeConfig, RopeConfig
 from atlas.errors import ModelFileError
 
-Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+
+class Shaped(Protocol):
+    """A tensor of the file; `shape` is row-major."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+Tensors = Mapping[str, Shaped]
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -35,10 +43,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "expert_group_count": (0, 1),
     "nextn_predict_layers": (0,),
 }
-_HARMLESS = frozenset(
-    "vocab_size tensor_data_layout use_parallel_residual rope.scaling.finetuned "
-    "expert_group_used_count".split()
-)
+_HARMLESS = {
+    "vocab_size", "tensor_data_layout", "use_parallel_residual", "rope.scaling.finetuned",
+    "expert_group_used_count",
+}  # fmt: skip
 # Layer counts of the 27B models, whose attention scale is the mean head size, not head_dim.
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
@@ -52,8 +60,8 @@ def config_from_gguf(
     ----------
     metadata : mapping
         All keys of the file.
-    tensors : mapping of str to (format, shape)
-        Shapes are row-major.
+    tensors : mapping of str to Shaped
+        All tensors of the file.
     origin : str
         Names the file in errors.
 
@@ -140,7 +148,7 @@ def _is_of(key: str, name: str) -> bool:
 def _vocab_size(tensors: Tensors, options: Options) -> int:
     if "token_embd.weight" not in tensors:
         raise ModelFileError(f"{options.origin}: tensor token_embd.weight is missing")
-    shape = tensors["token_embd.weight"][1]
+    shape = tensors["token_embd.weight"].shape
     if len(shape) != 2:
         raise ModelFileError(
             f"{options.origin}: token_embd.weight has shape {list(shape)}; allowed: 2 dimensions"

@@ -30,14 +30,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_nextn_predict_layers": (0,),
 }
 # Read by training code, by other tools or by nothing: no effect on inference.
-_HARMLESS = frozenset(
-    "_name_or_path _attn_implementation _attn_implementation_autoset auto_map "
-    "attention_dropout cache_implementation chunk_size_feed_forward dtype "
-    "gradient_checkpointing hidden_act hidden_activation id2label initializer_range is_decoder "
-    "label2id output_attentions output_hidden_states output_router_logits pad_token_id "
-    "pretraining_tp problem_type return_dict router_aux_loss_coef task_specific_params "
-    "torch_dtype transformers_version unk_token_id use_cache".split()
-)
+_HARMLESS = {
+    "_name_or_path", "_attn_implementation", "_attn_implementation_autoset",
+    "_sliding_window_pattern", "auto_map",
+    "attention_dropout", "cache_implementation", "chunk_size_feed_forward", "dtype",
+    "gradient_checkpointing", "hidden_act", "hidden_activation", "id2label",
+    "initializer_range", "is_decoder", "label2id", "output_attentions",
+    "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
+    "problem_type", "return_dict", "router_aux_loss_coef", "task_specific_params",
+    "torch_dtype", "transformers_version", "unk_token_id", "use_cache",
+}  # fmt: skip
 
 
 def config_from_huggingface(
@@ -67,9 +69,7 @@ def config_from_huggingface(
         An architecture, activation, RoPE type, quantisation or other option without support.
     """
     options = Options(config, origin)
-    family = family_of_huggingface(
-        options.text("model_type"), _class_names(options), origin
-    )
+    family = family_of_huggingface(options.text("model_type"), _class_names(options), origin)
     method = options.raw("quantization_config")
     if isinstance(method, Mapping):
         raise options.unsupported(
@@ -181,9 +181,7 @@ def _windows(options: Options, family: Family, num_layers: int) -> tuple[int | N
     if types is not None:
         for kind in types:
             if kind not in ("full_attention", "sliding_attention"):
-                raise options.unsupported(
-                    "layer_types", kind, "full_attention, sliding_attention"
-                )
+                raise options.unsupported("layer_types", kind, "full_attention, sliding_attention")
         declared = [kind == "sliding_attention" for kind in types]
         if family.windows not in ("tail", "alternating") and declared != has_window:
             kind = "sliding_attention" if window is not None else "full_attention"

@@ -19,11 +19,11 @@ _MAX_FACTOR = 1e6
 _MAX_THETA = 1e18
 # Keys that some rope section may hold; an unknown one (mrope_section, short_factor …) would
 # change the result, so it is refused. "finetuned" is a remark.
-_KEYS = frozenset(
-    "rope_type type rope_theta factor original_max_position_embeddings low_freq_factor "
-    "high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim truncate "
-    "partial_rotary_factor finetuned".split()
-)
+_KEYS = {
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
+    "mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "finetuned",
+}  # fmt: skip
 
 
 def rope_from_huggingface(options: Options, max_seq_len: int) -> RopeConfig:
@@ -122,9 +122,8 @@ def _yarn(section: Options, theta: float, original: int, max_seq_len: int) -> Ro
         scaling="yarn",
         factor=factor,
         original_max_seq_len=original,
-        # Zero means the default, as in transformers.
-        beta_fast=section.number("beta_fast", 32.0, high=1e6) or 32.0,
-        beta_slow=section.number("beta_slow", 1.0, high=1e6) or 1.0,
+        beta_fast=section.number("beta_fast", 32.0, low=1e-6, high=1e6),
+        beta_slow=section.number("beta_slow", 1.0, low=1e-6, high=1e6),
         attention_factor=section.number("attention_factor", attention_factor, high=1e3),
         truncate=section.flag("truncate", True),
     )

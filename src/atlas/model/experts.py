@@ -47,7 +47,7 @@ class ModelEp(Protocol):
 
     @property
     def is_parallel(self) -> bool:
-        """Whether the model spans several ranks."""
+        """Whether the model spans several ranks; mixed forwards are ruled out then."""
         ...
 
     def broadcast_command(self, cmd: int) -> None:

@@ -49,7 +49,10 @@ class ModelLogits(Protocol):
 
     @property
     def buffer(self) -> LogitsView:
-        """The whole arena as a view of the present generation; a verify leaves K rows in it."""
+        """The whole arena as a view of the present generation; a verify leaves K rows in it.
+
+        It has at least max(padded most running sequences + prefills per step, verify rows) rows.
+        """
         ...
 
     def is_fp32(self, view: LogitsView) -> bool:

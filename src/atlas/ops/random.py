@@ -89,5 +89,7 @@ def uniform(seed: int, sample_index: int, position: int, purpose: Purpose) -> np
     ):
         if not 0 <= value < 1 << bits:
             raise InvalidArgumentError(f"{name} is {value!r}; allowed: 0 … 2**{bits} - 1")
-    word, _, _, _ = philox4x32((position, sample_index, int(purpose), 0), (seed & _MASK, seed >> 32))
+    word, _, _, _ = philox4x32(
+        (position, sample_index, int(purpose), 0), (seed & _MASK, seed >> 32)
+    )
     return np.float32((word >> 8) * 2.0**-24)

@@ -115,7 +115,41 @@ def _scalar_load(name: str, result: types.Type, stored: ir.Type, widen: str | No
 load_f32 = _scalar_load("load_f32", types.float32, _F32, None)
 load_i32 = _scalar_load("load_i32", types.int64, _I32, "sext")
 load_u8 = _scalar_load("load_u8", types.int64, _I8, "zext")
+load_i8 = _scalar_load("load_i8", types.int64, _I8, "sext")
 load_i64 = _scalar_load("load_i64", types.int64, ir.IntType(64), None)
+
+
+def _widen_half(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """float32 of i16 lanes that hold float16. Without F16C, fpext would be a library call."""
+    vector = isinstance(bits.type, ir.VectorType)
+    lanes = bits.type.count if vector else 1
+    single = ir.VectorType(_F32, lanes) if vector else _F32
+    if simd_level() != "plain":
+        half = ir.VectorType(ir.HalfType(), lanes) if vector else ir.HalfType()
+        return builder.fpext(builder.bitcast(bits, half), single)
+
+    def constant(kind: ir.Type, value: float | int) -> ir.Constant:
+        return _constant(kind, lanes, value) if vector else ir.Constant(kind, value)
+
+    wide = builder.zext(bits, ir.VectorType(_I32, lanes) if vector else _I32)
+    sign = builder.shl(builder.and_(wide, constant(_I32, 0x8000)), constant(_I32, 16))
+    size = builder.shl(builder.and_(wide, constant(_I32, 0x7FFF)), constant(_I32, 13))
+    finite = builder.fmul(builder.bitcast(size, single), constant(_F32, 2.0**112))
+    special = builder.icmp_unsigned(">=", size, constant(_I32, 0x7C00 << 13))
+    infinite = builder.or_(size, constant(_I32, 0x7F800000))
+    magnitude = builder.select(special, infinite, builder.bitcast(finite, size.type))
+    return builder.bitcast(builder.or_(sign, magnitude), single)
+
+
+@_operation(types.float32, types.int64)
+def load_f16_scalar(builder, values):  # type: ignore[no-untyped-def]
+    return _widen_half(builder, builder.load(_pointer(builder, values[0], _I16), align=2))
+
+
+@_operation(types.float32, types.int64)
+def load_bf16_scalar(builder, values):  # type: ignore[no-untyped-def]
+    wide = builder.zext(builder.load(_pointer(builder, values[0], _I16), align=2), _I32)
+    return builder.bitcast(builder.shl(wide, _I32(16)), _F32)
 
 
 @_operation(types.void, types.int64, types.float32)
@@ -183,8 +217,8 @@ def load(builder, values):  # type: ignore[no-untyped-def]
 
 @_operation(f32x16, types.int64)
 def load_f16(builder, values):  # type: ignore[no-untyped-def]
-    half = ir.VectorType(ir.HalfType(), LANES)
-    return builder.fpext(builder.load(_pointer(builder, values[0], half), align=2), _F32V)
+    stored = builder.load(_pointer(builder, values[0], ir.VectorType(_I16, LANES)), align=2)
+    return _widen_half(builder, stored)
 
 
 @_operation(f32x16, types.int64)
@@ -199,11 +233,11 @@ def store(builder, values):  # type: ignore[no-untyped-def]
     builder.store(values[1], _pointer(builder, values[0], _F32V), align=4)
 
 
-@_operation(types.void, types.int64, f32x16)
-def store_f16(builder, values):  # type: ignore[no-untyped-def]
-    half = ir.VectorType(ir.HalfType(), LANES)
-    value = builder.fptrunc(values[1], half)
-    builder.store(value, _pointer(builder, values[0], half), align=2)
+@_operation(types.void, types.int64, types.float32)
+def store_f16_scalar(builder, values):  # type: ignore[no-untyped-def]
+    """Round to nearest even; needs F16C (the launch refuses float16 pools on plain targets)."""
+    half = builder.fptrunc(values[1], ir.HalfType())
+    builder.store(half, _pointer(builder, values[0], ir.HalfType()), align=2)
 
 
 def _binary(name: str, method: str) -> Any:
@@ -459,9 +493,7 @@ def _pair_sum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
         for start in (0, 16):
             part = ir.Constant(ir.VectorType(_I32, 16), list(range(start, start + 16)))
             x, y = builder.shuffle_vector(a, a, part), builder.shuffle_vector(b, b, part)
-            parts.append(
-                _call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(_I32, 8), x, y)
-            )
+            parts.append(_call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(_I32, 8), x, y))
         return builder.shuffle_vector(*parts, ir.Constant(_I32V, list(range(16))))
     products = []
     for parity in (0, 1):

@@ -215,9 +215,7 @@ def finish_b8_16(tile, nb, b, acc, low, high, x, k):
     acc = fma(to_f32(low), mul(load(first), scale), acc)
     acc = fma(load(first + nb * 128), mul(scale, to_f32(splat_i32(x_sum(x, k, 2 * b)))), acc)
     acc = fma(to_f32(high), mul(load(second), scale), acc)
-    return fma(
-        load(second + nb * 128), mul(scale, to_f32(splat_i32(x_sum(x, k, 2 * b + 1)))), acc
-    )
+    return fma(load(second + nb * 128), mul(scale, to_f32(splat_i32(x_sum(x, k, 2 * b + 1)))), acc)
 
 
 FORMATS = {

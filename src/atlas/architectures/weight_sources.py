@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any, Literal
+from math import prod
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from atlas.architectures.dense import family_named
 from atlas.architectures.weight_names import Shape, expected_weights
 from atlas.config import ModelConfig
+
+FileKind = Literal["gguf", "safetensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,7 @@ class Source:
 
     def row_index(self) -> NDArray[np.int64] | None:
         """Rows of the file's tensor in canonical order; None where they already are."""
-        num_rows = int(np.prod(self.shape[:-1])) if len(self.shape) > 1 else self.shape[0]
-        rows = np.arange(num_rows)
+        rows = np.arange(prod(self.shape[: max(1, len(self.shape) - 1)]))
         if self.interleaved_heads:
             # File row 2j + s of a head is row j of its half s: we rotate half with half.
             return rows.reshape(self.interleaved_heads, -1, 2).swapaxes(1, 2).reshape(-1)
@@ -95,8 +97,6 @@ _GGUF_LAYER = {
     **{f"{x}_bias": f"ffn_{x}.bias" for x in ("gate", "up", "down")},
     **{f"experts.{x}_proj": f"ffn_{x}_exps.weight" for x in ("gate", "up", "down")},
 }
-
-FileKind = Literal["gguf", "safetensors"]
 
 
 def sources(config: ModelConfig, kind: FileKind, names: Container[str]) -> dict[str, Source]:
@@ -171,14 +171,3 @@ def _huggingface_experts(
     projection = leaf.removeprefix("experts.")
     tensors = tuple(f"{mlp}.experts.{e}.{projection}.weight" for e in range(experts))
     return Source(tensors, (rows, cols))
-
-
-def ignored_tensor(name: str) -> bool:
-    """Whether a tensor of the file is derived data that no layer needs: the rotary frequencies
-    that old Hugging Face checkpoints kept as a buffer."""
-    return name.endswith(".rotary_emb.inv_freq")
-
-
-def squeezed(shape: tuple[Any, ...]) -> Shape:
-    """A shape as a tuple of Python integers."""
-    return tuple(int(n) for n in shape)

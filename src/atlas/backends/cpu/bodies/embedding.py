@@ -1,0 +1,51 @@
+"""Rows out of a packed matrix, and rows out of a float matrix."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from atlas.backends.cpu.bodies import body
+from atlas.backends.cpu.bodies.simd import (
+    bits_f32,
+    load_f32,
+    load_first,
+    load_i32,
+    store_f32,
+    store_first,
+    device,
+)
+from atlas.backends.cpu.bodies.weight_elements import ELEMENTS
+
+
+def _embedding(element):
+    @device
+    def read(tile, k, lane, column):
+        return element(tile, k, lane, column)
+
+    def embedding(thread, num_threads, args):
+        ids, num_rows, weight, tile_bytes, k = args[0], args[1], args[2], args[3], args[4]
+        scale, out, out_stride = bits_f32(args[5]), args[6], args[7]
+        for row in range(thread, num_rows, num_threads):
+            token = load_i32(ids + row * 4)
+            tile, lane = weight + (token // 16) * tile_bytes, token % 16
+            for column in range(k):
+                value = read(tile, k, lane, column) * scale
+                store_f32(out + row * out_stride + column * 4, value)
+
+    return embedding
+
+
+for _name, _element in ELEMENTS.items():
+    body(f"embedding.{_name}")(_embedding(_element))
+
+
+@body("embedding.gather_rows")
+def gather_rows(thread, num_threads, args):
+    x, x_stride, rows, num_rows, size = args[0], args[1], args[2], args[3], args[4]
+    out, out_stride = args[5], args[6]
+    for i in range(thread, num_rows, num_threads):
+        source = x + load_i32(rows + i * 4) * x_stride
+        for start in range(0, size, 16):
+            count = min(16, size - start)
+            store_first(
+                out + i * out_stride + start * 4, load_first(source + start * 4, count), count
+            )

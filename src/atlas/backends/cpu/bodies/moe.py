@@ -1,0 +1,163 @@
+"""Mixture of experts: routing, grouping rows by expert, products and the weighted sum."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import numpy as np
+
+from atlas.backends.cpu.bodies import body
+from atlas.backends.cpu.bodies.elementary import exp
+from atlas.backends.cpu.bodies.linear import TILES, write
+from atlas.backends.cpu.bodies.simd import (
+    add,
+    fma,
+    lanes_between,
+    load_f32,
+    load_first,
+    load_i32,
+    max_lane,
+    maximum,
+    select,
+    splat,
+    store_f32,
+    store_first,
+    store_i32,
+    sub,
+    sum_lanes,
+    zeros,
+)
+
+_f = np.float32
+LOWEST, ZERO, TAKEN = _f(-np.inf), _f(0.0), _f(-1.0)
+
+
+@body("moe.route")
+def route(thread, num_threads, args):
+    """Softmax over the experts, then top_k times the greatest that is left, lowest id on ties."""
+    scores, num_rows, num_experts, top_k, normalize = args[0], args[1], args[2], args[3], args[4]
+    ids, weights, scratch = args[5], args[6], args[7]
+    for row in range(thread, num_rows, num_threads):
+        source = scores + row * num_experts * 4
+        probabilities = scratch + row * num_experts * 4
+        greatest = splat(LOWEST)
+        for e in range(0, num_experts, 16):
+            count = min(16, num_experts - e)
+            value = load_first(source + e * 4, count)
+            greatest = maximum(select(lanes_between(0, count), value, splat(LOWEST)), greatest)
+        shift, total = splat(max_lane(greatest)), zeros()
+        for e in range(0, num_experts, 16):
+            count = min(16, num_experts - e)
+            weight = exp(sub(load_first(source + e * 4, count), shift))
+            weight = select(lanes_between(0, count), weight, zeros())
+            total = add(total, weight)
+            store_first(probabilities + e * 4, weight, count)
+        whole, chosen = sum_lanes(total), ZERO
+        for j in range(top_k):
+            best, best_weight = 0, TAKEN
+            for e in range(num_experts):
+                weight = load_f32(probabilities + e * 4)
+                if weight > best_weight:
+                    best, best_weight = e, weight
+            store_f32(probabilities + best * 4, TAKEN)
+            store_i32(ids + (row * top_k + j) * 4, best)
+            # A row of NaN has no best: the weight stays NaN and shows in the logits.
+            weight = best_weight / whole
+            store_f32(weights + (row * top_k + j) * 4, weight)
+            chosen += weight
+        if normalize:
+            for j in range(top_k):
+                at = weights + (row * top_k + j) * 4
+                store_f32(at, load_f32(at) / chosen)
+
+
+@body("moe.group")
+def group(thread, num_threads, args):
+    """Counting sort of (row, choice) pairs by expert: starts int32 [E + 1], order int32 [T · X]."""
+    ids, num_pairs, num_experts, starts, order = args[0], args[1], args[2], args[3], args[4]
+    if thread != 0:
+        return
+    for e in range(num_experts + 1):
+        store_i32(starts + e * 4, 0)
+    for pair in range(num_pairs):
+        at = starts + (load_i32(ids + pair * 4) + 1) * 4
+        store_i32(at, load_i32(at) + 1)
+    for e in range(num_experts):
+        at = starts + e * 4
+        store_i32(at + 4, load_i32(at + 4) + load_i32(at))
+    for pair in range(num_pairs):
+        at = starts + load_i32(ids + pair * 4) * 4
+        store_i32(order + load_i32(at) * 4, pair)
+        store_i32(at, load_i32(at) + 1)
+    for e in range(num_experts, 0, -1):
+        store_i32(starts + e * 4, load_i32(starts + (e - 1) * 4))
+    store_i32(starts, 0)
+
+
+def _moe_linear(tile_1, tile_4):
+    def moe_linear(thread, num_threads, args):
+        x, x_stride, k, top_k, inputs_a_row = args[0], args[1], args[2], args[3], args[4]
+        weight, tile_bytes, num_outputs, num_experts = args[5], args[6], args[7], args[8]
+        starts, order, out = args[9], args[10], args[11]
+        tiles_each = (num_outputs + 15) // 16
+        # A pair's input row: its own, or the one its row's experts share.
+        share = top_k if inputs_a_row == 1 else 1
+        for item in range(
+            num_experts * tiles_each * thread // num_threads,
+            num_experts * tiles_each * (thread + 1) // num_threads,
+        ):
+            e, t = item // tiles_each, item % tiles_each
+            start, stop = load_i32(starts + e * 4), load_i32(starts + (e + 1) * 4)
+            tile = weight + item * tile_bytes
+            count = min(16, num_outputs - t * 16)
+            target = out + t * 64
+            for i in range(start, stop, 4):
+                p0 = load_i32(order + i * 4)
+                if stop - start == 1:
+                    acc = tile_1(tile, k, x + p0 // share * x_stride)
+                    write(target + p0 * num_outputs * 4, acc, count, 0, 0)
+                    continue
+                p1 = load_i32(order + min(i + 1, stop - 1) * 4)
+                p2 = load_i32(order + min(i + 2, stop - 1) * 4)
+                p3 = load_i32(order + min(i + 3, stop - 1) * 4)
+                a = tile_4(
+                    tile,
+                    k,
+                    x + p0 // share * x_stride,
+                    x + p1 // share * x_stride,
+                    x + p2 // share * x_stride,
+                    x + p3 // share * x_stride,
+                )
+                # Past the end a pair repeats the last one and writes the same bits again.
+                write(target + p0 * num_outputs * 4, a[0], count, 0, 0)
+                write(target + p1 * num_outputs * 4, a[1], count, 0, 0)
+                write(target + p2 * num_outputs * 4, a[2], count, 0, 0)
+                write(target + p3 * num_outputs * 4, a[3], count, 0, 0)
+
+    return moe_linear
+
+
+for _name, _tiles in TILES.items():
+    body(f"moe.linear_{_name}")(_moe_linear(*_tiles))
+
+
+@body("moe.combine")
+def combine(thread, num_threads, args):
+    y, weights, num_rows, top_k, size, out, out_stride = (
+        args[0],
+        args[1],
+        args[2],
+        args[3],
+        args[4],
+        args[5],
+        args[6],
+    )
+    for row in range(thread, num_rows, num_threads):
+        for start in range(0, size, 16):
+            count = min(16, size - start)
+            total = zeros()
+            for j in range(top_k):
+                pair = row * top_k + j
+                value = load_first(y + (pair * size + start) * 4, count)
+                total = fma(splat(load_f32(weights + pair * 4)), value, total)
+            at = out + row * out_stride + start * 4
+            store_first(at, add(load_first(at, count), total), count)

@@ -1,0 +1,42 @@
+"""Bind the op vocabulary to a backend, after proving that the backend is complete."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from atlas.ops import OPS
+
+
+def implementations(backend: str) -> dict[str, Callable[..., Any]]:
+    """Every op's function in ``atlas.backends.<backend>``, by op name.
+
+    A function has its definition's signature behind a first parameter, the queue.
+
+    Raises
+    ------
+    TypeError
+        An op is missing or its parameters differ: the backend is incomplete.
+    """
+    found = {}
+    for name, definition in OPS.items():
+        file = definition.__module__.rpartition(".")[2]
+        module: ModuleType = importlib.import_module(f"atlas.backends.{backend}.{file}")
+        function = getattr(module, name, None)
+        if function is None:
+            raise TypeError(f"backend {backend} lacks op {name} (expected in {file}.py)")
+        expected = list(inspect.signature(definition).parameters)
+        actual = list(inspect.signature(function).parameters)[1:]
+        if actual != expected:
+            raise TypeError(f"{backend} op {name} takes {actual}, its definition {expected}")
+        found[name] = function
+    return found
+
+
+def bind(functions: dict[str, Callable[..., Any]], queue: object) -> SimpleNamespace:
+    """The vocabulary bound to a queue: ``ops.rmsnorm(x, weight, eps, out=out)``."""
+    return SimpleNamespace(**{name: partial(call, queue) for name, call in functions.items()})

@@ -1,0 +1,224 @@
+"""Parity cases of every op: arguments, and which of them the op writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from atlas.ops.blocks import FORMATS, HostMatrix, quantize
+
+
+@dataclass
+class Case:
+    """One call. ``written`` names the arrays to compare; a tolerance is relative to the greatest."""
+
+    id: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    written: dict[str, np.ndarray]
+    tolerance: float = 2e-6
+    groups: int = 1  # experts in a matrix argument
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def _rng(*seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def _nan(*shape: int) -> np.ndarray:
+    return np.full(shape, np.nan, np.float32)
+
+
+def _strided(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Rows inside a wider buffer, as the fused q/k/v projection leaves them."""
+    wide = _normal(rng, shape[0], int(np.prod(shape[1:])) + 48)
+    return wide[:, 16 : 16 + int(np.prod(shape[1:]))].reshape(shape, copy=False)
+
+
+def random_matrix(rng: np.random.Generator, format: str, rows: int, cols: int) -> HostMatrix:
+    """Random weights; for a quantised format random blocks with small finite scales."""
+    weights = _normal(rng, rows, cols)
+    if format == "f32":
+        return HostMatrix(format, rows, cols, weights)
+    if format == "f16":
+        return HostMatrix(format, rows, cols, weights.astype(np.float16))
+    if format == "bf16":
+        return HostMatrix(format, rows, cols, (weights.view(np.uint32) >> 16).astype(np.uint16))
+    if format in ("q8_0", "q4_0"):
+        return quantize(weights, format)
+    layout = FORMATS[format]
+    data = rng.integers(0, 256, (rows * (cols // layout.block_len), layout.block_bytes), np.uint8)
+    halves = {"q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q2_k": (80, 82), "q3_k": (108,),
+              "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)}
+    for at in halves[format]:
+        scale = rng.uniform(0.001, 0.02, len(data)).astype(np.float16)
+        data[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
+    return HostMatrix(format, rows, cols, data.reshape(rows, -1))
+
+
+def rmsnorm() -> Iterator[Case]:
+    for n, shape in enumerate([(1, 64), (3, 576), (5, 100), (2, 3, 80), (4, 1, 7), (2, 2, 256)]):
+        rng = _rng(1, n)
+        out = _nan(*shape)
+        yield Case("x".join(map(str, shape)), (_strided(rng, *shape), _normal(rng, shape[-1]), 1e-5),
+                   {"out": out}, {"out": out})
+
+
+def _gated(seed: int) -> Iterator[Case]:
+    for n, (rows, size) in enumerate([(1, 16), (3, 1536), (2, 37), (5, 1)]):
+        rng, out = _rng(seed, n), _nan(rows, size)
+        yield Case(f"T{rows}-F{size}", (_normal(rng, rows, 2 * size) * 8,), {"out": out},
+                   {"out": out}, 4e-6)
+
+
+def silu_and_mul() -> Iterator[Case]:
+    yield from _gated(2)
+
+
+def gelu_tanh_and_mul() -> Iterator[Case]:
+    yield from _gated(3)
+
+
+def add() -> Iterator[Case]:
+    for n, (rows, size) in enumerate([(1, 16), (3, 77)]):
+        rng, out = _rng(4, n), _nan(rows, size)
+        yield Case(f"T{rows}-D{size}", (_strided(rng, rows, size), _normal(rng, rows, size)),
+                   {"out": out}, {"out": out}, 0.0)
+
+
+def softcap() -> Iterator[Case]:
+    for n, cap in enumerate([30.0, 0.5]):
+        rng, out = _rng(5, n), _nan(3, 333)
+        yield Case(f"cap{cap}", (_normal(rng, 3, 333) * cap, cap), {"out": out}, {"out": out})
+
+
+def embedding() -> Iterator[Case]:
+    for n, format in enumerate(FORMATS):
+        rng = _rng(6, n)
+        table = random_matrix(rng, format, 83, 512)
+        out = _nan(5, 512)
+        ids = np.array([0, 82, 15, 16, 47], np.int32)
+        yield Case(format, (ids, table, 1.5), {"out": out}, {"out": out})
+
+
+def gather_rows() -> Iterator[Case]:
+    rng, out = _rng(7), _nan(3, 50)
+    yield Case("L3", (_normal(rng, 6, 50), np.array([5, 0, 2], np.int32)), {"out": out},
+               {"out": out}, 0.0)
+
+
+def linear() -> Iterator[Case]:
+    for n, format in enumerate(FORMATS):
+        for rows in (1, 2, 3, 4, 5, 9):
+            rng = _rng(8, n, rows)
+            outputs, cols = (40, 512) if FORMATS[format].is_quantized else (37, 83)
+            out = _nan(rows, outputs)
+            bias = _normal(rng, outputs) if rows % 2 else None
+            yield Case(f"{format}-T{rows}", (_strided(rng, rows, cols),
+                       random_matrix(rng, format, outputs, cols), bias), {"out": out},
+                       {"out": out}, 1e-5)
+    for rows in (130, 400):
+        rng, out = _rng(8, 99, rows), _nan(rows, 48)
+        yield Case(f"q4_0-T{rows}", (_normal(rng, rows, 4096), random_matrix(rng, "q4_0", 48, 4096)),
+                   {"out": out}, {"out": out}, 1e-5)
+
+
+def linear_add() -> Iterator[Case]:
+    for n, format in enumerate(["f32", "q4_1", "q8_0"]):
+        rng = _rng(9, n)
+        out = _normal(rng, 3, 40)
+        yield Case(format, (_normal(rng, 3, 64), random_matrix(rng, format, 40, 64)),
+                   {"out": out}, {"out": out}, 1e-5)
+
+
+def rope() -> Iterator[Case]:
+    for n, (heads, dim, half) in enumerate([(1, 64, 32), (3, 80, 40), (2, 96, 24), (4, 6, 3)]):
+        rng = _rng(10, n)
+        x = _strided(rng, 4, heads, dim)
+        yield Case(f"H{heads}-K{dim}-R{2 * half}", (x, np.array([0, 7, 1, 30], np.int32),
+                   _normal(rng, 31, 2, half)), {}, {"x": x})
+
+
+def kv_store() -> Iterator[Case]:
+    for n, (dtype, dim) in enumerate([("float32", 64), ("float16", 80), ("float32", 7)]):
+        rng = _rng(11, n)
+        k_pool = _normal(rng, 5, 2, dim, 16).astype(dtype)
+        v_pool = _normal(rng, 5, 2, 16, dim).astype(dtype)
+        yield Case(f"{dtype}-K{dim}", (_strided(rng, 3, 2, dim), _strided(rng, 3, 2, dim),
+                   np.array([79, 0, 33], np.int32)), {"k_pool": k_pool, "v_pool": v_pool},
+                   {"k_pool": k_pool, "v_pool": v_pool}, 0.0)
+
+
+def attention() -> Iterator[Case]:
+    shapes = [(64, 1, 1), (80, 2, 1), (96, 4, 2), (128, 16, 1), (256, 3, 3), (20, 6, 2)]
+    for n, (dim, heads, kv_heads) in enumerate(shapes):
+        for window, cap, dtype in ((None, None, "float32"), (5, None, "float16"),
+                                   (300, 2.0, "float32")):
+            yield _attention_case(_rng(12, n, window or 0), dim, heads, kv_heads, window, cap, dtype)
+
+
+def _attention_case(rng: np.random.Generator, dim: int, heads: int, kv_heads: int,
+                    window: int | None, cap: float | None, dtype: str) -> Case:
+    # Sequences that end just before, at and after block, segment and tile edges.
+    lengths = [(1, 1), (15, 15), (16, 1), (17, 17), (255, 2), (256, 1), (257, 18), (530, 3)]
+    most = 34
+    blocks = sum(-(-end // 16) for end, _ in lengths)
+    tables = np.full((len(lengths), most), 2**31 - 1, np.int32)
+    order, at = rng.permutation(blocks), 0
+    for row, (end, _) in enumerate(lengths):
+        count = -(-end // 16)
+        tables[row, :count] = order[at : at + count]
+        at += count
+    positions = np.concatenate([np.arange(end - rows, end) for end, rows in lengths])
+    cu_rows = np.cumsum([0, *(rows for _, rows in lengths)])
+    k_pool = _normal(rng, blocks, kv_heads, dim, 16).astype(dtype)
+    v_pool = _normal(rng, blocks, kv_heads, 16, dim).astype(dtype)
+    q, out = _strided(rng, len(positions), heads, dim), _nan(len(positions), heads, dim)
+    args = (q, k_pool, v_pool, tables, cu_rows.astype(np.int32), positions.astype(np.int32),
+            dim**-0.5, window, cap)
+    return Case(f"K{dim}-H{heads}-HK{kv_heads}-w{window}-{dtype}", args, {"out": out},
+                {"out": out}, 1e-5)
+
+
+def argmax() -> Iterator[Case]:
+    rng = _rng(13)
+    logits = np.round(_normal(rng, 6, 1003) * 2)  # many ties
+    logits[1, 5], logits[2, 1002], logits[3, 0] = np.nan, np.inf, -np.inf
+    out = np.full(6, 99, np.int32)
+    yield Case("ties-and-non-finite", (logits,), {"out": out}, {"out": out}, 0.0)
+    single = np.full(1, 99, np.int32)
+    yield Case("C1", (_normal(rng, 1, 1),), {"out": single}, {"out": single}, 0.0)
+
+
+def moe_route() -> Iterator[Case]:
+    for n, (experts, top_k, normalize) in enumerate([(8, 2, True), (5, 5, False), (128, 8, True)]):
+        rng = _rng(14, n)
+        ids, weights = np.full((7, top_k), -1, np.int32), _nan(7, top_k)
+        scores = np.round(_normal(rng, 7, experts) * 4) / 2  # ties
+        yield Case(f"E{experts}-X{top_k}", (scores, normalize), {"ids": ids, "weights": weights},
+                   {"ids": ids, "weights": weights})
+
+
+def moe_linear() -> Iterator[Case]:
+    for n, format in enumerate(["f32", "bf16", "q4_0", "q8_0", "q4_k", "q5_1"]):
+        for inputs in (1, 3):
+            rng = _rng(15, n, inputs)
+            cols = 256 if FORMATS[format].is_quantized else 24
+            ids = np.stack([rng.permutation(6)[:3] for _ in range(11)]).astype(np.int32)
+            out = _nan(11, 3, 20)
+            yield Case(f"{format}-I{inputs}", (_normal(rng, 11, inputs, cols),
+                       random_matrix(rng, format, 6 * 20, cols), ids), {"out": out},
+                       {"out": out}, 1e-5, groups=6)
+
+
+def moe_combine() -> Iterator[Case]:
+    rng = _rng(16)
+    out = _normal(rng, 3, 50)
+    yield Case("T3", (_normal(rng, 3, 4, 50), _normal(rng, 3, 4)), {"out": out}, {"out": out})
