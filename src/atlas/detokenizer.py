@@ -1,11 +1,12 @@
 """Token ids to text: the bytes of each token, and incremental decoding.
 
-Text is defined by bytes. Every token stands for a fixed byte string; the text of a sequence of ids is
-the concatenation of those bytes, less one leading space where the tokenizer adds one when it encodes,
-decoded as UTF-8. Bytes that are not valid UTF-8 become U+FFFD, one for each maximal ill-formed part
-(Unicode 16, section 3.9, "U+FFFD substitution of maximal subparts"). ``Tokenizer.decode`` and
-`Detokenizer` both follow this definition, so streamed pieces always join to the full decode. Libraries
-that decode token by token differ in one respect: they may give one U+FFFD for each invalid *byte*.
+Text is defined by bytes. Every token stands for a fixed byte string; the text of a sequence of ids
+is the concatenation of those bytes, less one leading space where the tokenizer adds one when it
+encodes, decoded as UTF-8. Bytes that are not valid UTF-8 become U+FFFD, one for each maximal
+ill-formed part (Unicode 16, section 3.9, "U+FFFD substitution of maximal subparts").
+``Tokenizer.decode`` and `Detokenizer` both follow this definition, so streamed pieces always join
+to the full decode. Libraries that decode token by token differ in one respect: they may give one
+U+FFFD for each invalid *byte*.
 """
 
 from __future__ import annotations

@@ -117,3 +117,9 @@ class Cancelled(AtlasError):  # noqa: N818
     """The work was cancelled by its caller."""
 
     code = 19
+
+
+class ExpertCommandFailed(AtlasError):  # noqa: N818 - the contract's name
+    """A command that a parallel worker received and could not carry out; the worker stays up."""
+
+    code = 20

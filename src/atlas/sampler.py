@@ -13,10 +13,10 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.backends.cpu.sampling import candidates, filtered, most_probable
+from atlas.backends.cpu.sampling import Weights, candidates, filtered, most_probable
 from atlas.errors import InvalidArgumentError, ShapeError
 from atlas.ops import penalties
-from atlas.ops.elementary import F32, tree_sum
+from atlas.ops.elementary import F32, exp32, tree_sum
 from atlas.ops.random import Purpose, uniform
 from atlas.ops.sampling import Candidates, Sampled, draw, logprobs
 from atlas.sampling import SamplingParams
@@ -47,7 +47,7 @@ def _penalizes(params: SamplingParams) -> bool:
     )
 
 
-def score_token(logits: F32, token_id: int, num_top: int) -> Sampled:
+def score_token(logits: F32, token_id: int, num_top: int, weights: Weights = exp32) -> Sampled:
     """A given token's log-probability under the model's logits, and the ``num_top`` highest.
 
     Parameters
@@ -61,7 +61,7 @@ def score_token(logits: F32, token_id: int, num_top: int) -> Sampled:
         NaN or an infinity in the row.
     """
     penalties.check_finite(logits)
-    return _scored(candidates(logits), token_id, num_top)
+    return _scored(candidates(logits, 1.0, weights), token_id, num_top)
 
 
 def _scored(left: Candidates, chosen: int, num_top: int) -> Sampled:
@@ -126,6 +126,9 @@ class Sampler:
     prompt_ids : sequence of int
     sample_index : int
         Which of the request's ``n`` samples this is.
+    weights : callable
+        exp32 of x ≤ 0; `atlas.backends.cpu.sampling.CompiledWeights` is a quicker one with the
+        same bits.
 
     Raises
     ------
@@ -141,10 +144,12 @@ class Sampler:
         eos_token_ids: Iterable[int] = (),
         prompt_ids: Sequence[int],
         sample_index: int = 0,
+        weights: Weights = exp32,
     ) -> None:
         self.params = params
         self.vocab_size = vocab_size
         self.sample_index = sample_index
+        self._weights = weights
         self._ending_ids = sorted(penalties.ending_ids(params, eos_token_ids))
         self._check_params()
         history = np.array(prompt_ids, np.int64)
@@ -248,21 +253,21 @@ class Sampler:
         if self._adjusts or mask is not None:
             row = self._adjusted(logits, mask)
         params = self.params
+        raw = params.logprobs_mode == "raw"
         if params.greedy:
             token_id = int(row.argmax())
-            if params.logprobs is None:
-                return Sampled(token_id)
-            left = candidates(row)
-            chosen = int(left.x.argmax())
+            if params.logprobs is not None and not raw:
+                left = candidates(row, 1.0, self._weights)
+                chosen = int(left.x.argmax())
         else:
             xtc_u = self._uniform(position, Purpose.XTC) if params.xtc_probability > 0.0 else None
-            left = filtered(row, params, xtc_u)
+            left = filtered(row, params, xtc_u, self._weights)
             chosen = draw(left.w, self._uniform(position, Purpose.DRAW))
             token_id = int(left.ids[chosen])
-            if params.logprobs is None:
-                return Sampled(token_id)
-        if params.logprobs_mode == "raw":
-            return _scored(candidates(logits), token_id, params.logprobs)
+        if params.logprobs is None:
+            return Sampled(token_id)
+        if raw:
+            left, chosen = candidates(logits, 1.0, self._weights), token_id
         return _scored(left, chosen, params.logprobs)
 
     def _uniform(self, position: int, purpose: Purpose) -> np.float32:
@@ -286,7 +291,11 @@ class Sampler:
             penalties.forbid_ids(row, self._ending_ids)
             penalties.check_choice(row, "min_tokens")
         if mask is not None:
-            np.copyto(row, -np.inf, where=~penalties.unpack_mask(mask, row.size))
+            # ±inf where allowed or not, and the lesser: no branch a token.
+            limit = penalties.unpack_mask(mask, row.size).astype(np.float32)
+            limit -= np.float32(0.5)
+            limit *= np.float32(np.inf)
+            np.minimum(row, limit, out=row)
             penalties.check_choice(row, "the row mask")
         if self._counts is not None:
             self._counts.penalize(row, params)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class StopMatcher:
     """Search streamed text for stop strings, withholding no more than must be.
 
-    Withheld is exactly the longest suffix of the text that is a proper prefix of some stop. The cost
-    is constant per character, whatever the number of stops.
+    Withheld is exactly the longest suffix of the text that is a proper prefix of some stop. The
+    cost is constant per character, whatever the number of stops.
 
     Parameters
     ----------
@@ -159,9 +159,9 @@ class TextDelta:
 class TextStream:
     """Token ids in, text out, ended by stop strings, with the ids that the text accounts for.
 
-    A token belongs to the text if every character that it contributes to was given out: a token that
-    ends exactly at the cut stays, one that reaches past it does not. Tokens without text (special
-    tokens that are skipped) go with the text before them.
+    A token belongs to the text if every character that it contributes to was given out: a token
+    that ends exactly at the cut stays, one that reaches past it does not. Tokens without text
+    (special tokens that are skipped) go with the text before them.
 
     Parameters
     ----------

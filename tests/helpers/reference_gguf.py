@@ -24,14 +24,30 @@ _ARCHITECTURES = {
 }
 
 
-def write_gguf(reference: ReferenceModel, path: str | Path) -> Path:
-    """Write `reference` to `path` in float32."""
+def write_gguf(
+    reference: ReferenceModel,
+    path: str | Path,
+    *,
+    quantize: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    rope_freqs: Floats | None = None,
+) -> Path:
+    """Write `reference` to `path`.
+
+    Matrices are stored as `quantize`, norms and biases in float32; `rope_freqs` takes the place
+    of the tensor that llama3 models have.
+    """
     path = Path(path)
     config = reference.model.config
     writer = gguf.GGUFWriter(str(path), _ARCHITECTURES[config.model_type])
     _add_metadata(writer, config)
-    for name, values in _tensors(reference).items():
-        writer.add_tensor(name, values)
+    tensors = _tensors(reference)
+    if rope_freqs is not None:
+        tensors["rope_freqs.weight"] = rope_freqs
+    for name, values in tensors.items():
+        if values.ndim > 1:
+            writer.add_tensor(name, gguf.quantize(values, quantize), raw_dtype=quantize)
+        else:
+            writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

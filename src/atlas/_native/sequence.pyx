@@ -158,6 +158,11 @@ cdef class Sequence:
         self.kv_valid_tokens = min(self.kv_valid_tokens, new_len)
         self.trim_blocks((new_len + self.block_size - 1) // self.block_size)
 
+    def trim(self, int64_t num_blocks):
+        """Return tail blocks beyond ``num_blocks`` that hold no committed position."""
+        cdef int64_t held = (self.seq_len + self.block_size - 1) // self.block_size
+        self.trim_blocks(max(num_blocks, held))
+
     def fail(self):
         """Mark the sequence failed: only ``release`` is allowed from now on."""
         self.failed = True

@@ -15,7 +15,7 @@ _KINDS: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
     "llama3": "llama3",
     "yarn": "yarn",
 }
-_MAX_FACTOR = 1e6
+_MIN_FACTOR, _MAX_FACTOR = 1e-6, 1e6
 _MAX_THETA = 1e18
 # Keys that some rope section may hold; an unknown one (mrope_section, short_factor …) would
 # change the result, so it is refused. "finetuned" is a remark.
@@ -86,7 +86,7 @@ def _rope_of_section(
     if kind == "none":
         return RopeConfig(theta=theta)
     if kind == "linear":
-        factor = section.number("factor", low=1e-6, high=_MAX_FACTOR)
+        factor = section.number("factor", low=_MIN_FACTOR, high=_MAX_FACTOR)
         return RopeConfig(theta=theta, scaling=kind, factor=factor)
     # transformers gives precedence to the length outside the section.
     original = original or section.integer("original_max_position_embeddings", max_seq_len)
@@ -95,10 +95,10 @@ def _rope_of_section(
     rope = RopeConfig(
         theta=theta,
         scaling=kind,
-        factor=section.number("factor", low=1e-6, high=_MAX_FACTOR),
+        factor=section.number("factor", low=_MIN_FACTOR, high=_MAX_FACTOR),
         original_max_seq_len=original,
-        low_freq_factor=section.number("low_freq_factor", low=1e-6, high=_MAX_FACTOR),
-        high_freq_factor=section.number("high_freq_factor", low=1e-6, high=_MAX_FACTOR),
+        low_freq_factor=section.number("low_freq_factor", low=_MIN_FACTOR, high=_MAX_FACTOR),
+        high_freq_factor=section.number("high_freq_factor", low=_MIN_FACTOR, high=_MAX_FACTOR),
     )
     if rope.high_freq_factor <= rope.low_freq_factor:
         raise section.error(
@@ -108,7 +108,7 @@ def _rope_of_section(
 
 
 def _yarn(section: Options, theta: float, original: int, max_seq_len: int) -> RopeConfig:
-    factor = section.number("factor", max_seq_len / original, low=1e-6, high=_MAX_FACTOR)
+    factor = section.number("factor", max_seq_len / original, low=_MIN_FACTOR, high=_MAX_FACTOR)
     mscale = section.optional_number("mscale", high=1e3)
     mscale_all_dim = section.optional_number("mscale_all_dim", high=1e3)
     if mscale and mscale_all_dim:
@@ -145,8 +145,8 @@ def rope_from_gguf(options: Options, head_dim: int, max_seq_len: int) -> RopeCon
     """
     options.require_neutral({"rope.dimension_count": (head_dim,), "rope.dimension_sections": ()})
     theta = options.number("rope.freq_base", 10000.0, low=1.0, high=_MAX_THETA)
-    old_factor = options.number("rope.scale_linear", 0.0, high=_MAX_FACTOR)
-    factor = options.number("rope.scaling.factor", old_factor, high=_MAX_FACTOR)
+    old_factor = _factor_or_zero(options, "rope.scale_linear", 0.0)
+    factor = _factor_or_zero(options, "rope.scaling.factor", old_factor)
     kind = options.choice("rope.scaling.type", ("none", "linear", "yarn"), "linear")
     original = options.integer("rope.scaling.original_context_length", max_seq_len, low=0)
     # llama.cpp multiplies these into cos and sin on top of its own factor, while its converter
@@ -177,3 +177,8 @@ def rope_from_gguf(options: Options, head_dim: int, max_seq_len: int) -> RopeCon
     if kind == "linear" and factor not in (0.0, 1.0):
         return replace(rope, scaling="linear", factor=factor)
     return rope
+
+
+def _factor_or_zero(options: Options, key: str, default: float) -> float:
+    factor = options.number(key, default, high=_MAX_FACTOR)
+    return factor and options.number(key, default, low=_MIN_FACTOR, high=_MAX_FACTOR)

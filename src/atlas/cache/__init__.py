@@ -1,0 +1,1 @@
+"""Caches shared by all sequences."""

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
+from atlas.errors import InvalidArgumentError
+from atlas.model.batch import Window, build
+from atlas.model.capability import Unavailable
+from atlas.model.records import MixedBatchResult, MixedForwardResult
+
 if TYPE_CHECKING:
+    from atlas.model.core import ModelCore
     from atlas.model.logits_view import LogitsView
     from atlas.model.records import (
         BeamHypothesis,
         BeamRequest,
         LogitsMode,
-        MixedBatchResult,
-        MixedForwardResult,
         PrefillSlice,
         Stream,
         TokenIds,
@@ -290,3 +296,193 @@ class ModelForward(Protocol):
             If :attr:`supports_beam` is False.
         """
         ...
+
+
+class DenseForward(ModelForward):
+    """Forwards of a decoder with attention layers only."""
+
+    requires_single_chunk = False
+    hc_mult = 0
+    supports_beam = False
+    prefill_twophase = Unavailable("forward")
+    generate_beam_batch = Unavailable("forward")
+
+    def __init__(self, core: ModelCore) -> None:
+        self._core = core
+
+    @property
+    def kv_block_size(self) -> int | None:
+        return self._core.pools.block_size
+
+    def prefill_tail_split(self, tokens: TokenIds) -> int | None:
+        return None
+
+    def prefill(
+        self,
+        tokens: TokenIds,
+        seq: SequenceState,
+        *,
+        logits: LogitsMode = "last",
+        stream: Stream | None = None,
+    ) -> LogitsView | None:
+        return self.prefill_chunk(tokens, seq, 0, len(tokens), True, logits=logits, stream=stream)
+
+    def prefill_chunk(
+        self,
+        tokens: TokenIds,
+        seq: SequenceState,
+        chunk_start: int,
+        chunk_len: int,
+        is_last_chunk: bool,
+        *,
+        logits: LogitsMode = "last",
+        stream: Stream | None = None,
+    ) -> LogitsView | None:
+        core = self._core
+        core.enter(seq)
+        core.check_stream(stream)
+        ids = core.window(tokens, seq, chunk_start, chunk_len, is_last_chunk)
+        num_logits = _num_logits(logits, chunk_len, is_last_chunk)
+        if num_logits > core.limits.logits_rows:
+            raise InvalidArgumentError(
+                f'logits="all" of {num_logits} positions; '
+                f"allowed: up to {core.limits.logits_rows} a call"
+            )
+        core.reserve_all([seq], [chunk_len])
+        # A window larger than a step's buffers runs in pieces: same bits, as any split.
+        length, prompt_len = seq.seq_len, seq.prompt_len
+        try:
+            for start in range(0, chunk_len, core.limits.max_rows):
+                piece = ids[start : start + core.limits.max_rows]
+                end = start + len(piece)
+                wanted = min(len(piece), max(0, num_logits - (chunk_len - end)))
+                first = num_logits - (chunk_len - end) - wanted if wanted else 0
+                core.run(build([Window(seq, piece, "prompt", wanted)], first))
+                core.commit(seq, piece, "prompt")
+        except BaseException:
+            seq.native.rewind(length)
+            seq.native.prompt_len = prompt_len
+            raise
+        return core.arena.claim(0, num_logits) if num_logits else None
+
+    def decode(self, token: int, seq: SequenceState, *, stream: Stream | None = None) -> LogitsView:
+        return self.decode_batch([token], [seq], stream=stream)
+
+    def decode_batch(
+        self,
+        tokens: TokenIds,
+        seqs: Sequence[SequenceState],
+        *,
+        stream: Stream | None = None,
+    ) -> LogitsView:
+        if not len(seqs):
+            raise InvalidArgumentError("decode_batch of no sequences; allowed: 1 or more")
+        view = self.mixed_forward_batch(tokens, seqs, [], stream=stream).decode_logits
+        assert view is not None
+        return view
+
+    def mixed_forward(
+        self,
+        decode_tokens: TokenIds,
+        decode_seqs: Sequence[SequenceState],
+        prefill_slice: PrefillSlice,
+        *,
+        logits: LogitsMode = "last",
+        stream: Stream | None = None,
+    ) -> MixedForwardResult:
+        result = self.mixed_forward_batch(
+            decode_tokens, decode_seqs, [prefill_slice], logits=logits, stream=stream
+        )
+        return MixedForwardResult(result.decode_logits, result.prefill_logits[0])
+
+    def prefill_batch_chunk(
+        self,
+        slices: Sequence[PrefillSlice],
+        *,
+        row_base: int = 0,
+        logits: LogitsMode = "last",
+        stream: Stream | None = None,
+    ) -> list[LogitsView | None]:
+        if not slices:
+            raise InvalidArgumentError("prefill_batch_chunk of no slices; allowed: 1 or more")
+        if row_base < 0:
+            raise InvalidArgumentError(f"row_base is {row_base}; allowed: 0 or more")
+        return self._step([], [], slices, logits, row_base, stream).prefill_logits
+
+    def mixed_forward_batch(
+        self,
+        decode_tokens: TokenIds,
+        decode_seqs: Sequence[SequenceState],
+        slices: Sequence[PrefillSlice],
+        *,
+        logits: LogitsMode = "last",
+        stream: Stream | None = None,
+    ) -> MixedBatchResult:
+        return self._step(decode_tokens, decode_seqs, slices, logits, 0, stream)
+
+    def _step(
+        self,
+        decode_tokens: TokenIds,
+        decode_seqs: Sequence[SequenceState],
+        slices: Sequence[PrefillSlice],
+        logits: LogitsMode,
+        row_base: int,
+        stream: Stream | None,
+    ) -> MixedBatchResult:
+        """Decode rows first, then the slices' windows; one run, then every sequence advances."""
+        core = self._core
+        seqs = [*decode_seqs, *(piece.seq for piece in slices)]
+        core.enter(*seqs)
+        core.check_stream(stream)
+        if len({id(seq) for seq in seqs}) != len(seqs):
+            raise InvalidArgumentError("a sequence is given twice; allowed: distinct sequences")
+        windows = core.decode_windows(decode_tokens, decode_seqs)
+        num_decode = len(windows)
+        counts = _logits_of_slices(slices, logits)
+        for piece, count in zip(slices, counts, strict=True):
+            ids = core.window(
+                piece.prompt_tokens,
+                piece.seq,
+                piece.chunk_start,
+                piece.chunk_len,
+                piece.is_last_chunk,
+            )
+            windows.append(Window(piece.seq, ids, "prompt", count))
+        core.require_rows(windows)
+        first = core.place_logits(row_base, sum(window.num_logits for window in windows))
+        core.reserve_all(seqs, [len(window.token_ids) for window in windows])
+        core.run(build(windows, first))
+        for window in windows:
+            core.commit(window.seq, window.token_ids, window.kind)
+        decode_view = core.claim_decode(num_decode) if num_decode else None
+        views: list[LogitsView | None] = []
+        at = first + num_decode
+        for piece, count in zip(slices, counts, strict=True):
+            wanted = _num_logits(logits, piece.chunk_len, piece.is_last_chunk)
+            views.append(core.arena.claim(at, wanted) if wanted else None)
+            at += count
+        return MixedBatchResult(decode_view, views)
+
+
+def _num_logits(mode: LogitsMode, chunk_len: int, is_last_chunk: bool) -> int:
+    """Rows of a window that get logits."""
+    if mode == "all":
+        return chunk_len
+    if mode == "last":
+        return int(is_last_chunk)
+    if mode == "none":
+        return 0
+    raise InvalidArgumentError(f"logits is {mode!r}; allowed: 'last', 'all', 'none'")
+
+
+def _logits_of_slices(slices: Sequence[PrefillSlice], mode: LogitsMode) -> list[int]:
+    """Rows that each slice takes in the arena.
+
+    With "last", slice i owns row i: a slice that ends nothing still takes its row when a later
+    slice ends its prompt.
+    """
+    counts = [_num_logits(mode, piece.chunk_len, piece.is_last_chunk) for piece in slices]
+    if mode == "last" and any(counts):
+        last = int(np.flatnonzero(counts)[-1])
+        return [1] * (last + 1) + [0] * (len(counts) - last - 1)
+    return counts

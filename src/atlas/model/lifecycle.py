@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
 
+from atlas._native.sequence import Sequence
+from atlas.errors import InvalidArgumentError
+from atlas.model.capability import Unavailable
+from atlas.model.sequence import SequenceState
+
 if TYPE_CHECKING:
+    from atlas.model.core import ModelCore
     from atlas.model.records import PrefixReclaim, TokenIds
-    from atlas.model.sequence import SequenceState
 
 
 class SwapDims(NamedTuple):
@@ -229,3 +234,62 @@ class ModelLifecycle(Protocol):
         left to a destructor, which can neither order nor report.
         """
         ...
+
+
+class DenseLifecycle(ModelLifecycle):
+    """Sequences whose only state is paged KV."""
+
+    compact_sequence = Unavailable("lifecycle")
+    detach_slot_for_reuse = Unavailable("lifecycle")
+    fork = Unavailable("lifecycle")
+    cache_sequence = Unavailable("lifecycle")
+    reclaim_prefix_blocks = Unavailable("lifecycle")
+    reclaim_prefix_blocks_for = Unavailable("lifecycle")
+    save_sequence_state = Unavailable("lifecycle")
+    restore_sequence_state = Unavailable("lifecycle")
+    poll_kv_calibration = Unavailable("lifecycle")
+    swap_dims = None
+
+    def __init__(self, core: ModelCore) -> None:
+        self._core = core
+
+    def bind_to_thread(self) -> None:
+        self._core.bind_to_thread()
+
+    def alloc_sequence(self, budget_tokens: int | None = None) -> SequenceState:
+        core = self._core
+        core.enter()
+        most = core.limits.max_seq_len
+        budget = most if budget_tokens is None else budget_tokens
+        if not 1 <= budget <= most:
+            raise InvalidArgumentError(f"budget_tokens is {budget}; allowed: 1 … {most}")
+        return SequenceState(Sequence(core.blocks, core.pools.block_size), core.key, budget)
+
+    def reserve(self, seq: SequenceState, num_positions: int) -> None:
+        self._core.enter(seq)
+        if num_positions < 0:
+            raise InvalidArgumentError(f"num_positions is {num_positions}; allowed: 0 or more")
+        self._core.reserve(seq, num_positions)
+
+    def rewind(self, seq: SequenceState, new_len: int) -> None:
+        self._core.enter(seq)
+        seq.native.rewind(new_len)
+
+    def free_sequence(self, seq: SequenceState) -> None:
+        self._core.enter(seq)
+        seq.native.release()
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._core.blocks.num_free
+
+    @property
+    def num_total_blocks(self) -> int:
+        return self._core.blocks.num_total
+
+    @property
+    def kv_block_bytes(self) -> int:
+        return self._core.pools.block_bytes
+
+    def teardown(self) -> None:
+        self._core.close()

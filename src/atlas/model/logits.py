@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
+from atlas.errors import (
+    InvalidArgumentError,
+    NonFiniteLogitsError,
+    ShapeError,
+    StaleHandleError,
+)
+
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
+    from atlas.model.core import ModelCore
     from atlas.model.logits_view import LogitsView
     from atlas.model.records import Stream
 
@@ -107,3 +116,64 @@ class ModelLogits(Protocol):
             If no decode ran yet, or another forward has overwritten the rows.
         """
         ...
+
+
+class DenseLogits(ModelLogits):
+    """Reads the float32 arena of a model in host memory."""
+
+    def __init__(self, core: ModelCore) -> None:
+        self._core = core
+
+    @property
+    def vocab_size(self) -> int:
+        return self._core.config.vocab_size
+
+    def _check(self, view: LogitsView, stream: Stream | None = None) -> None:
+        self._core.enter()
+        self._core.check_stream(stream)
+        if not view.belongs_to(self._core.arena):
+            raise StaleHandleError("these logits belong to another model")
+
+    def to_host(
+        self, view: LogitsView, out: npt.NDArray[np.float32] | None = None
+    ) -> npt.NDArray[np.float32]:
+        self._check(view)
+        rows = view.numpy()
+        if out is None:
+            return rows.copy()
+        if out.shape != rows.shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+            raise ShapeError(
+                f"out is {out.dtype} {list(out.shape)}; "
+                f"allowed: C-contiguous float32 {list(rows.shape)}"
+            )
+        out[...] = rows
+        return out
+
+    @property
+    def buffer(self) -> LogitsView:
+        self._core.enter()
+        return self._core.whole_arena()
+
+    def is_fp32(self, view: LogitsView) -> bool:
+        self._check(view)
+        return view.dtype == np.float32
+
+    def argmax(self, view: LogitsView, *, stream: Stream | None = None) -> int:
+        if view.num_rows != 1:
+            raise ShapeError(f"argmax of a view of {view.num_rows} rows; allowed: 1")
+        best = int(self.argmax_batch(view, 1, stream=stream)[0])
+        if best < 0:
+            raise NonFiniteLogitsError(f"logits row {view.first_row} holds NaN or infinity")
+        return best
+
+    def argmax_batch(
+        self, view: LogitsView, n: int, *, stream: Stream | None = None
+    ) -> npt.NDArray[np.int32]:
+        self._check(view, stream)
+        if not 1 <= n <= view.num_rows:
+            raise InvalidArgumentError(f"n is {n}; allowed: 1 … {view.num_rows}")
+        return self._core.argmax(view)[:n]
+
+    def hidden_after_norm(self) -> npt.NDArray[np.float32]:
+        self._core.enter()
+        return self._core.decode_hidden()

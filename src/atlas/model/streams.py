@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from atlas.errors import StaleHandleError
+from atlas.model.records import Event, Stream
+
 if TYPE_CHECKING:
-    from atlas.model.records import Event, Stream
+    from atlas.model.core import ModelCore
 
 
 class ModelStreams(Protocol):
@@ -47,3 +50,42 @@ class ModelStreams(Protocol):
     def synchronize(self, stream: Stream) -> None:
         """Block the calling thread until all work queued on ``stream`` is done."""
         ...
+
+
+class DenseStreams(ModelStreams):
+    """Streams of a backend whose calls return when their work is done."""
+
+    def __init__(self, core: ModelCore) -> None:
+        self._core = core
+        self._events: set[int] = set()
+
+    @property
+    def default(self) -> Stream:
+        return Stream(0)
+
+    def create_stream(self) -> Stream:
+        self._core.enter()
+        stream = Stream(len(self._core.streams))
+        self._core.streams.add(stream)
+        return stream
+
+    def create_event(self) -> Event:
+        self._core.enter()
+        event = Event(len(self._events))
+        self._events.add(event)
+        return event
+
+    def record_event(self, event: Event, stream: Stream) -> None:
+        self._check(stream, event)
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        self._check(stream, event)
+
+    def synchronize(self, stream: Stream) -> None:
+        self._check(stream)
+
+    def _check(self, stream: Stream, event: Event | None = None) -> None:
+        self._core.enter()
+        self._core.check_stream(stream)
+        if event is not None and event not in self._events:
+            raise StaleHandleError(f"event {event} was not made by this model")

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from atlas.errors import InvalidArgumentError, SequenceStateError
+from atlas.model.batch import Window, build
+from atlas.model.capability import Unavailable
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from atlas.model.core import ModelCore
     from atlas.model.logits_view import LogitsView
     from atlas.model.records import LogitsMode, Stream, TokenIds
     from atlas.model.sequence import SequenceState
@@ -155,3 +160,54 @@ class ModelVerify(Protocol):
             If no verify is pending.
         """
         ...
+
+
+class DenseVerify(ModelVerify):
+    """Verify for models whose only state is paged KV: a rollback lowers the length."""
+
+    graphed = Unavailable("verify")
+    batched = Unavailable("verify")
+
+    def __init__(self, core: ModelCore) -> None:
+        self._core = core
+
+    def decode_verify(
+        self,
+        tokens: TokenIds,
+        seq: SequenceState,
+        *,
+        logits: LogitsMode = "all",
+        stream: Stream | None = None,
+    ) -> VerifyResult:
+        core = self._core
+        core.enter(seq)
+        core.check_stream(stream)
+        ids = core.token_array(tokens)
+        seq.native.check()
+        if not seq.seq_len:
+            raise SequenceStateError("verify needs a sequence with at least one position")
+        if logits not in ("all", "last", "none"):
+            raise InvalidArgumentError(f"logits is {logits!r}; allowed: 'last', 'all', 'none'")
+        k = len(ids)
+        core.require_length(seq.seq_len + k)
+        window = Window(seq, ids, "step", k)
+        core.require_rows([window])
+        first = core.place_logits(0, k)
+        core.reserve_all([seq], [k])
+        core.run(build([window], first))
+        core.commit(seq, ids, "step", verify_rows=k)
+        view = core.arena.claim(first, k)
+        argmax = core.argmax(view)
+        if logits == "all":
+            return VerifyResult(argmax, view)
+        return VerifyResult(argmax, view[k - 1] if logits == "last" else None)
+
+    def can_batch(self, ks: Sequence[int]) -> bool:
+        return False
+
+    def fold_accepted(self, slots: Sequence[int], rows_kept: Sequence[int], k_rows: int) -> bool:
+        return False
+
+    def accept(self, seq: SequenceState, rows_kept: int) -> None:
+        self._core.enter(seq)
+        seq.native.accept(rows_kept)

@@ -46,6 +46,7 @@ _LOG_P = np.array(
     ],
     np.float32,
 )
+_PIECE = 16384  # elements at a time, so that the intermediate arrays stay in cache
 _MANTISSA_BITS = np.uint32(23)
 _SQRT_HALF_BITS = np.int32(0x3F3504F3)
 _TINY = np.float32(2.0**-126)  # the smallest normal number
@@ -77,9 +78,17 @@ def exp32(x: F32) -> F32:
     coefficients are a minimax fit (Remez) of (e^r − 1 − r) / r² for the relative error of e^r.
     """
     flat = np.asarray(x, np.float32).reshape(-1)
-    # The usual row lies inside and skips the clamps; a NaN fails the comparison and is outside.
-    inside = bool(flat.size == 0 or (flat.min() >= EXP_LOW and flat.max() <= EXP_HIGH))
-    clamped = flat if inside else np.minimum(np.maximum(flat, EXP_LOW), EXP_HIGH)
+    value = np.empty_like(flat)
+    for start in range(0, flat.size, _PIECE):
+        _exp_into(flat[start : start + _PIECE], value[start : start + _PIECE])
+    return value.reshape(np.shape(x))
+
+
+def _exp_into(x: F32, value: F32) -> None:
+    low, high = x.min(), x.max()
+    # The usual piece lies inside and needs no clamp; a NaN fails the comparison.
+    inside = bool(low >= EXP_LOW and high <= EXP_HIGH)
+    clamped = x if inside else np.minimum(np.maximum(x, EXP_LOW), EXP_HIGH)
     shifted = clamped * _LOG2_E
     shifted += _ROUND
     n = shifted - _ROUND
@@ -87,7 +96,7 @@ def exp32(x: F32) -> F32:
     np.subtract(clamped, r, out=r)
     n *= _LN2_LOW
     r -= n
-    value = _horner(_EXP_Q, r)
+    _horner(_EXP_Q, r, value)
     value *= np.multiply(r, r, out=n)
     value += r
     value += _ONE
@@ -97,10 +106,9 @@ def exp32(x: F32) -> F32:
     bits = value.view(np.uint32)
     bits += exponent
     if not inside:
-        value[flat < EXP_LOW] = 0.0
-        value[flat > EXP_HIGH] = np.inf
-        value[np.isnan(flat)] = np.nan
-    return cast(F32, value.reshape(np.shape(x)))
+        value *= x >= EXP_LOW
+        value[x > EXP_HIGH] = np.inf
+        value[np.isnan(x)] = np.nan
 
 
 def log32(x: F32 | np.float32) -> F32:
@@ -136,7 +144,9 @@ def log32(x: F32 | np.float32) -> F32:
     f = (bits - (exponent << np.int32(23))).view(np.float32) - _ONE
     e = np.where(subnormal, exponent - np.int32(23), exponent).astype(np.float32)
     square = f * f
-    value = _horner(_LOG_P, f) * (square * f)
+    value = np.empty_like(f)
+    _horner(_LOG_P, f, value)
+    value *= square * f
     value -= square * _HALF
     value += e * _LN2_LOW
     value += f
@@ -147,14 +157,13 @@ def log32(x: F32 | np.float32) -> F32:
     return cast(F32, value.reshape(np.shape(x)))
 
 
-def _horner(coefficients: F32, x: F32) -> F32:
+def _horner(coefficients: F32, x: F32, value: F32) -> None:
     """The polynomial with the highest coefficient first; one multiply and one add a degree."""
-    value = x * coefficients[0]
+    np.multiply(x, coefficients[0], out=value)
     value += coefficients[1]
     for coefficient in coefficients[2:]:
         value *= x
         value += coefficient
-    return value
 
 
 def lane_sums(x: F32) -> F32:

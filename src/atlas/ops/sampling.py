@@ -42,7 +42,8 @@ class Candidates(NamedTuple):
 
     def keeping(self, keep: Keep | Order) -> Candidates:
         """Those at a filter's True values, or at indices in ascending order."""
-        return Candidates(self.ids[keep], self.x[keep], self.w[keep])
+        index = np.flatnonzero(keep) if keep.dtype == np.bool_ else keep
+        return Candidates(self.ids.take(index), self.x.take(index), self.w.take(index))
 
 
 def scale(logits: F32, temperature: float) -> F32:
@@ -106,7 +107,7 @@ def distance_from_entropy(x: F32, w: F32, total: np.float32) -> F32:
     """|−log pᵢ − H|; see `typical_p`."""
     surprise = log32(total) - x
     # 0 · log 0 counts as 0, also where x overflowed to -inf.
-    entropy = tree_sum(np.where(w > 0, w * np.where(w > 0, surprise, 0), 0)) / total
+    entropy = tree_sum(w * np.minimum(surprise, np.finfo(np.float32).max)) / total
     return cast(F32, np.abs(surprise - entropy))
 
 

@@ -219,8 +219,11 @@ def _rope_divisors(file: GgufFile, config: ModelConfig) -> tuple[float, ...]:
             f"{file.path}: {_ROPE_FREQS} has {divisors.size} values; "
             f"needs {config.head_dim // 2}, half the head size"
         )
-    if not (np.isfinite(divisors) & (divisors > 0)).all():
-        raise ModelFileError(f"{file.path}: {_ROPE_FREQS} holds values that are not above 0")
+    if not ((divisors >= 1e-6) & (divisors <= 1e6)).all():  # a NaN fails both
+        raise ModelFileError(
+            f"{file.path}: {_ROPE_FREQS} spans {divisors.min()} … {divisors.max()}; "
+            "allowed: 1e-6 … 1e6"
+        )
     return tuple(float(divisor) for divisor in divisors)
 
 

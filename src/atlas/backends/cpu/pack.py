@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.errors import ShapeError
-from atlas.ops.blocks import HostMatrix, dequantize, integers
+from atlas.ops.blocks import HostMatrix, integers
 
 Bytes = NDArray[np.uint8]
 LANES = 16
@@ -243,12 +243,3 @@ _REPACK: dict[str, Callable[[HostMatrix, Bytes], None]] = {
     "b8_16": _b8,
 }
 
-
-def widened(matrix: HostMatrix) -> HostMatrix:
-    """The matrix as float32, for ``dtype="float32"``."""
-    if matrix.format == "f32":
-        return matrix
-    return HostMatrix("f32", matrix.rows, matrix.cols, dequantize(matrix))
-
-
-__all__ = ["PackedMatrix", "pack", "packed_format", "tile_bytes", "widened"]

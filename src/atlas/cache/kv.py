@@ -1,0 +1,58 @@
+"""The KV pools: one K and one V array of blocks for each attention layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from atlas.config import ModelConfig
+from atlas.layers.step import Array
+
+BLOCK_SIZE = 16
+_TAIL_BYTES = 64  # a vector load of the last head may run past the pool's end
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvPools:
+    """``keys[layer]`` [B, HK, K, S] and ``values[layer]`` [B, HK, S, K]; S tokens a block."""
+
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+    num_blocks: int
+    block_size: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block index over all layers, K and V."""
+        return sum(pool[0].nbytes for pool in (*self.keys, *self.values))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pools."""
+        return self.num_blocks * self.block_bytes
+
+
+def kv_block_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of one block over all layers before anything is allocated."""
+    width = np.dtype(dtype).itemsize
+    per_layer = config.num_kv_heads * config.head_dim * BLOCK_SIZE * width
+    return 2 * config.num_layers * per_layer
+
+
+def allocate_pools(config: ModelConfig, num_blocks: int, dtype: str) -> KvPools:
+    """Zeroed pools; pages that no token reaches cost no memory."""
+    heads, dim = config.num_kv_heads, config.head_dim
+
+    def pool(*shape: int) -> Array:
+        count = int(np.prod(shape))
+        tail = _TAIL_BYTES // np.dtype(dtype).itemsize
+        return np.zeros(count + tail, dtype)[:count].reshape(shape)
+
+    layers = range(config.num_layers)
+    return KvPools(
+        keys=tuple(pool(num_blocks, heads, dim, BLOCK_SIZE) for _ in layers),
+        values=tuple(pool(num_blocks, heads, BLOCK_SIZE, dim) for _ in layers),
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+    )

@@ -1,0 +1,79 @@
+"""Self-attention over a paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from atlas.layers.linear import Projection
+from atlas.layers.step import Array, StepBuffers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attention:
+    """q, k, v projections, optional per-head norms, RoPE, paged attention, output projection.
+
+    ``post_norm`` (Gemma) normalises the block's output before it joins the residual stream.
+    ``window`` counts the token itself.
+    """
+
+    norm: Array
+    qkv: Projection
+    output: Projection
+    rope_table: Array
+    k_pool: Array
+    v_pool: Array
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    norm_eps: float
+    window: int | None = None
+    softcap: float | None = None
+    q_norm: Array | None = None
+    k_norm: Array | None = None
+    post_norm: Array | None = None
+
+    def forward(self, ops: Any, step: StepBuffers) -> None:
+        """Add the block's output to ``step.hidden`` and store the rows' K and V."""
+        ops.rmsnorm(step.hidden, self.norm, self.norm_eps, out=step.normed)
+        self.qkv.forward(ops, step.normed, step.qkv)
+        q, k, v = self._heads(step.qkv)
+        if self.q_norm is not None and self.k_norm is not None:
+            ops.rmsnorm(q, self.q_norm, self.norm_eps, out=q)
+            ops.rmsnorm(k, self.k_norm, self.norm_eps, out=k)
+        ops.rope(q, step.positions, self.rope_table)
+        ops.rope(k, step.positions, self.rope_table)
+        ops.kv_store(k, v, step.slots, k_pool=self.k_pool, v_pool=self.v_pool)
+        attended = step.attended.reshape(len(q), self.num_heads, self.head_dim)
+        ops.attention(
+            q,
+            self.k_pool,
+            self.v_pool,
+            step.block_tables,
+            step.cu_rows,
+            step.positions,
+            self.scale,
+            self.window,
+            self.softcap,
+            out=attended,
+        )
+        if self.post_norm is None:
+            self.output.add_to(ops, step.attended, step.hidden)
+            return
+        self.output.forward(ops, step.attended, step.projected)
+        ops.rmsnorm(step.projected, self.post_norm, self.norm_eps, out=step.projected)
+        ops.add(step.hidden, step.projected, out=step.hidden)
+
+    def _heads(self, qkv: Array) -> tuple[Array, Array, Array]:
+        """[T, H, K], [T, HK, K], [T, HK, K] views of the fused projection."""
+        split = self.num_heads * self.head_dim
+        size = self.num_kv_heads * self.head_dim
+        rows = len(qkv)
+        return (
+            qkv[:, :split].reshape(rows, self.num_heads, self.head_dim, copy=False),
+            qkv[:, split : split + size].reshape(
+                rows, self.num_kv_heads, self.head_dim, copy=False
+            ),
+            qkv[:, split + size :].reshape(rows, self.num_kv_heads, self.head_dim, copy=False),
+        )

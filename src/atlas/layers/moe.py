@@ -1,0 +1,43 @@
+"""Mixture of experts in place of a dense MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from atlas.config import Activation
+from atlas.layers.linear import Projection
+from atlas.layers.mlp import gate
+from atlas.layers.step import Array, StepBuffers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moe:
+    """Route each row to its experts; add their weighted outputs in top-k order.
+
+    ``gate_up`` holds [gate; up] of each expert in turn, ``down`` each expert's down projection:
+    packed matrices with one group per expert.
+    """
+
+    norm: Array
+    router: Projection
+    gate_up: Any
+    down: Any
+    activation: Activation
+    normalize_top_k: bool
+    norm_eps: float
+
+    def forward(self, ops: Any, step: StepBuffers) -> None:
+        """Add the block's output to ``step.hidden``."""
+        ops.rmsnorm(step.hidden, self.norm, self.norm_eps, out=step.normed)
+        self.router.forward(ops, step.normed, step.router)
+        ids, weights = step.expert_ids, step.expert_weights
+        ops.moe_route(step.router, self.normalize_top_k, ids=ids, weights=weights)
+        x = step.normed[:, None, :]
+        ops.moe_linear(x, self.gate_up, ids, out=step.expert_gate_up)
+        rows, top_k, inner = step.expert_activated.shape
+        gate_up = step.expert_gate_up.reshape(rows * top_k, 2 * inner)
+        activated = step.expert_activated.reshape(rows * top_k, inner)
+        gate(ops, self.activation, gate_up, activated)
+        ops.moe_linear(step.expert_activated, self.down, ids, out=step.expert_out)
+        ops.moe_combine(step.expert_out, weights, out=step.hidden)

@@ -1,0 +1,133 @@
+"""The buffers of one step: metadata that kernels read, activations, and the logits arena.
+
+Everything is allocated once. A step of T rows, N sequences and L logit rows uses the front of
+each buffer, so that a recorded launch list for (T, N, L) stays valid for every later step of that
+shape: only the contents change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.config import ModelConfig
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """T rows of N sequences, of which L have logits, written from arena row ``first_logits``."""
+
+    rows: int
+    seqs: int
+    logits: int
+    first_logits: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBuffers:
+    """Views for one step, or (as ``whole``) the buffers themselves.
+
+    Attributes
+    ----------
+    token_ids, positions, slots : int32 [T]
+    cu_rows : int32 [N + 1]
+    block_tables : int32 [N, M]
+    logits_rows : int32 [L]
+        Rows of the step whose logits are wanted.
+    hidden, normed, projected : float32 [T, D]
+        The residual stream, a layer's normalised input, and a block's output before its norm.
+    qkv : float32 [T, (H + 2·HK)·K]
+    attended : float32 [T, H·K]
+    gate_up, activated : float32 [T, 2F], [T, F]
+    router, expert_weights : float32 [T, E], [T, X]
+    expert_ids : int32 [T, X]
+    expert_gate_up, expert_activated, expert_out : float32 [T, X, 2F], [T, X, F], [T, X, D]
+        Empty without experts.
+    last_hidden : float32 [L, D]
+        The final norm's output.
+    logits : float32 [L, C]
+    """
+
+    token_ids: Array
+    positions: Array
+    slots: Array
+    cu_rows: Array
+    block_tables: Array
+    logits_rows: Array
+    hidden: Array
+    normed: Array
+    projected: Array
+    qkv: Array
+    attended: Array
+    gate_up: Array
+    activated: Array
+    router: Array
+    expert_weights: Array
+    expert_ids: Array
+    expert_gate_up: Array
+    expert_activated: Array
+    expert_out: Array
+    last_hidden: Array
+    logits: Array
+
+    def view(self, shape: StepShape) -> StepBuffers:
+        """The front of every buffer for a step of this shape."""
+        rows, logits = slice(0, shape.rows), slice(0, shape.logits)
+        first = shape.first_logits
+        by_name: dict[str, slice] = {
+            "cu_rows": slice(0, shape.seqs + 1),
+            "block_tables": slice(0, shape.seqs),
+            "logits_rows": logits,
+            "last_hidden": slice(first, first + shape.logits),
+            "logits": slice(first, first + shape.logits),
+        }
+        return StepBuffers(
+            *(getattr(self, name)[by_name.get(name, rows)] for name in self.__slots__)
+        )
+
+
+def allocate(
+    config: ModelConfig, max_rows: int, max_seqs: int, max_blocks: int, logits_rows: int
+) -> StepBuffers:
+    """Zeroed buffers for steps of up to ``max_rows`` rows; untouched pages cost no memory."""
+    heads = config.num_heads * config.head_dim
+    qkv = heads + 2 * config.num_kv_heads * config.head_dim
+    moe = config.moe
+    experts, top_k, inner = (
+        (moe.num_experts, moe.top_k, moe.intermediate_size) if moe is not None else (0, 0, 0)
+    )
+
+    def floats(*shape: int) -> Array:
+        return np.zeros(shape, np.float32)
+
+    def ints(*shape: int) -> Array:
+        return np.zeros(shape, np.int32)
+
+    return StepBuffers(
+        token_ids=ints(max_rows),
+        positions=ints(max_rows),
+        slots=ints(max_rows),
+        cu_rows=ints(max_seqs + 1),
+        block_tables=ints(max_seqs, max_blocks),
+        logits_rows=ints(logits_rows),
+        hidden=floats(max_rows, config.hidden_size),
+        normed=floats(max_rows, config.hidden_size),
+        projected=floats(max_rows, config.hidden_size),
+        qkv=floats(max_rows, qkv),
+        attended=floats(max_rows, heads),
+        gate_up=floats(max_rows, 2 * config.intermediate_size),
+        activated=floats(max_rows, config.intermediate_size),
+        router=floats(max_rows, experts),
+        expert_weights=floats(max_rows, top_k),
+        expert_ids=ints(max_rows, top_k),
+        expert_gate_up=floats(max_rows, top_k, 2 * inner),
+        expert_activated=floats(max_rows, top_k, inner),
+        expert_out=floats(max_rows, top_k, config.hidden_size),
+        last_hidden=floats(logits_rows, config.hidden_size),
+        logits=floats(logits_rows, config.vocab_size),
+    )

@@ -1,0 +1,94 @@
+"""One step's work: which rows run, for whom, and which of them get logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.model.sequence import SequenceState
+
+RowKind = Literal["prompt", "step"]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The argument of ``run``: T rows, sequence after sequence.
+
+    Attributes
+    ----------
+    token_ids : int32 [T]
+    positions : int32 [axes, T]
+        One axis, or three for multi-axis RoPE. Ascending within a sequence.
+    seqs : sequence of SequenceState
+    rows : int32 [N]
+        Rows of each sequence, 1 … K for step rows.
+    kinds : tuple of {"prompt", "step"}
+        What each sequence's rows are; a batch may mix them.
+    logits_rows : int32 [L]
+        Rows of the step that get logits, in the order of the arena.
+    first_logits : int
+        Arena row of the first of them.
+    adapter_index : int32 [T], optional
+        Adapter pool slot of each row; −1 = none.
+    embedding_override : float32 [T, D], optional
+        Rows that replace the embedding (vision); NaN rows are not overridden.
+    token_sources : sequence, optional
+        For each row a host id or the device cell that holds it (``FeedSource``).
+    row_masks : int32 [L, ⌈C/32⌉], optional
+        Allowed ids of each logits row, bit set = allowed.
+    """
+
+    token_ids: Ints
+    positions: Ints
+    seqs: Sequence[SequenceState]
+    rows: Ints
+    kinds: tuple[RowKind, ...]
+    logits_rows: Ints
+    first_logits: int = 0
+    adapter_index: Ints | None = None
+    embedding_override: NDArray[np.float32] | None = None
+    token_sources: Sequence[Any] | None = None
+    row_masks: Ints | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """Rows of one sequence: its next ``token_ids``, and how many of them (from the end) get logits."""
+
+    seq: SequenceState
+    token_ids: Ints
+    kind: RowKind
+    num_logits: int
+
+
+def build(windows: Sequence[Window], first_logits: int = 0) -> Batch:
+    """Concatenate windows; each starts at its sequence's committed length."""
+    rows = np.array([len(window.token_ids) for window in windows], np.int32)
+    ends = np.cumsum(rows)
+    positions = [
+        np.arange(window.seq.seq_len, window.seq.seq_len + len(window.token_ids), dtype=np.int32)
+        for window in windows
+    ]
+    logits_rows = [
+        np.arange(end - window.num_logits, end, dtype=np.int32)
+        for window, end in zip(windows, ends, strict=True)
+    ]
+    return Batch(
+        token_ids=np.concatenate([window.token_ids for window in windows]),
+        positions=np.concatenate(positions)[None],
+        seqs=[window.seq for window in windows],
+        rows=rows,
+        kinds=tuple(window.kind for window in windows),
+        logits_rows=np.concatenate(logits_rows),
+        first_logits=first_logits,
+    )

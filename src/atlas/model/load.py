@@ -1,0 +1,239 @@
+"""Open a model file and build a :class:`Model` on a backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from atlas.architectures.decoder import NetworkBuilder, Quantize
+from atlas.backends.cpu.runtime import CpuRuntime
+from atlas.backends.cpu.target import simd_level
+from atlas.cache.kv import BLOCK_SIZE, allocate_pools, kv_block_bytes
+from atlas.errors import InvalidArgumentError, OutOfMemoryError
+from atlas.layers.step import allocate
+from atlas.model import Model
+from atlas.model.core import Limits, ModelCore
+from atlas.model.forward import DenseForward
+from atlas.model.lifecycle import DenseLifecycle
+from atlas.model.logits import DenseLogits
+from atlas.model.records import metadata_rows
+from atlas.model.streams import DenseStreams
+from atlas.model.verify import DenseVerify
+from atlas.ops.blocks import FORMATS
+from atlas.weights.checkpoint import Checkpoint
+
+_DEFAULT_SEQ_LEN = 8192
+_MAX_ROWS = 512
+_LOGITS_ROWS = 64
+_MAX_SEQS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load a model.
+
+    Attributes
+    ----------
+    dtype : {"auto", "float32"}
+        ``auto`` keeps the file's formats; ``float32`` dequantises every matrix.
+    kv_dtype : {"auto", "float32", "float16"}
+        ``auto``: float16 beside quantised weights, else float32.
+    threads : int
+    max_seq_len : int, optional
+        Positions of a sequence; default: the model's own, at most 8192.
+    kv_tokens : int, optional
+        Tokens in the KV pool; default: ``max_seq_len``.
+    quantize : {"q8_0", "q4_0"}, optional
+    max_step_tokens : int
+        Rows of one step; longer prompt windows run in pieces.
+    """
+
+    dtype: Literal["auto", "float32"] = "auto"
+    kv_dtype: Literal["auto", "float32", "float16"] = "auto"
+    threads: int = 1
+    max_seq_len: int | None = None
+    kv_tokens: int | None = None
+    quantize: Quantize | None = None
+    max_step_tokens: int = _MAX_ROWS
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, ("auto", "float32"))
+        _one_of("kv_dtype", self.kv_dtype, ("auto", "float32", "float16"))
+        _one_of("quantize", self.quantize, (None, "q8_0", "q4_0"))
+        for name in ("threads", "max_seq_len", "kv_tokens", "max_step_tokens"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and (not whole or value < 1):
+                raise InvalidArgumentError(f"{name} is {value!r}; allowed: an integer of 1 or more")
+        if self.dtype == "float32" and self.quantize is not None:
+            raise InvalidArgumentError(
+                f"dtype 'float32' and quantize {self.quantize!r} contradict each other"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes a loaded model takes, before anything is allocated where possible."""
+
+    weights: int
+    kv_pool: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.kv_pool + self.buffers
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with what its load decided."""
+
+    model: Model
+    core: ModelCore
+    plan: MemoryPlan
+    formats: dict[str, str]
+    kv_dtype: str
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    *,
+    on_progress: Callable[[int], None] | None = None,
+    on_compile: Callable[[str], None] | None = None,
+) -> LoadedModel:
+    """Build a model on the CPU.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Stays open; its pages are released as weights are repacked.
+    options : LoadOptions
+    on_progress : callable, optional
+        Called with bytes of weights just loaded.
+    on_compile : callable, optional
+        Called with the name of a kernel about to be compiled.
+
+    Raises
+    ------
+    OutOfMemoryError
+        The plan exceeds the memory that is free; nothing was allocated.
+    """
+    config = checkpoint.config
+    max_seq_len = min(
+        options.max_seq_len or min(config.max_seq_len, _DEFAULT_SEQ_LEN), config.max_seq_len
+    )
+    if options.max_seq_len is not None and options.max_seq_len > config.max_seq_len:
+        raise InvalidArgumentError(
+            f"max_seq_len is {options.max_seq_len}; allowed: up to the model's {config.max_seq_len}"
+        )
+    kv_dtype = _kv_dtype(options, checkpoint)
+    num_blocks = -(-(options.kv_tokens or max_seq_len) // BLOCK_SIZE)
+    limits = Limits(options.max_step_tokens, metadata_rows(_MAX_SEQS), _LOGITS_ROWS, max_seq_len)
+    kv_bytes = num_blocks * kv_block_bytes(config, kv_dtype)
+    _require_memory(checkpoint, options, kv_bytes)
+    pools = allocate_pools(config, num_blocks, kv_dtype)
+    buffers = allocate(
+        config, limits.max_rows, limits.max_seqs, -(-max_seq_len // BLOCK_SIZE), limits.logits_rows
+    )
+    runtime = CpuRuntime(options.threads, on_compile)
+    try:
+        builder = NetworkBuilder(
+            checkpoint,
+            pools,
+            runtime.pack,
+            max_seq_len,
+            widen=options.dtype == "float32",
+            quantize=options.quantize,
+            on_progress=on_progress,
+        )
+        network = builder.build()
+        core = ModelCore(config, network, runtime, pools, buffers, limits)
+    except BaseException:
+        runtime.close()
+        raise
+    model = Model(
+        config=config,
+        forward=DenseForward(core),
+        logits=DenseLogits(core),
+        lifecycle=DenseLifecycle(core),
+        streams=DenseStreams(core),
+        verify=DenseVerify(core),
+    )
+    total = sum(getattr(buffers, name).nbytes for name in buffers.__slots__)
+    plan = MemoryPlan(builder.nbytes, pools.nbytes, total)
+    return LoadedModel(model, core, plan, builder.formats, kv_dtype)
+
+
+def _kv_dtype(options: LoadOptions, checkpoint: Checkpoint) -> str:
+    if options.kv_dtype != "auto":
+        return options.kv_dtype
+    if options.dtype == "float32" or simd_level() == "plain":
+        return "float32"
+    quantized = options.quantize is not None or any(
+        FORMATS[name].is_quantized for name in checkpoint.weight_formats().values()
+    )
+    return "float16" if quantized else "float32"
+
+
+def _require_memory(checkpoint: Checkpoint, options: LoadOptions, kv_bytes: int) -> None:
+    """Refuse a plan larger than the memory that is available now."""
+    weights = checkpoint.nbytes
+    if options.dtype == "float32":
+        weights = sum(
+            4 * rows_times_cols
+            for rows_times_cols in (_elements(shape) for shape in _shapes(checkpoint))
+        )
+    free = available_memory()
+    if weights + kv_bytes > free:
+        raise OutOfMemoryError(
+            f"weights need {weights / 2**20:.0f} MiB and the KV cache {kv_bytes / 2**20:.0f} MiB, "
+            f"{free / 2**20:.0f} MiB are free; lower kv_tokens or max_seq_len, or quantize"
+        )
+
+
+def _shapes(checkpoint: Checkpoint) -> list[tuple[int, ...]]:
+    from atlas.architectures.weight_names import expected_weights
+
+    return list(expected_weights(checkpoint.config).values())
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated now: the system's estimate, within a cgroup's limit."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    free = int(line.split()[1]) * 1024
+    except OSError:
+        return free
+    return min(free, _cgroup_room())
+
+
+def _cgroup_room() -> int:
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open(
+            "/sys/fs/cgroup/memory.current"
+        ) as used:
+            text = limit.read().strip()
+            return 2**63 if text == "max" else int(text) - int(used.read())
+    except OSError:
+        return 2**63
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise InvalidArgumentError(
+            f"{name} is {value!r}; allowed: {', '.join(repr(item) for item in allowed)}"
+        )

@@ -1,0 +1,1 @@
+"""Tests of parameters, stages, random numbers and the sampler."""
