@@ -24,7 +24,7 @@ class ShapeError(InvalidArgumentError):
 
 
 class PromptTooLongError(InvalidArgumentError):
-    """Prompt plus requested tokens exceed ``max_seq_len``."""
+    """A prompt, or a position about to be written, exceeds ``max_seq_len``."""
 
     code = 4
 

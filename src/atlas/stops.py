@@ -200,6 +200,12 @@ class TextStream:
         """The stop string that ended the text, or None."""
         return self._matcher.matched
 
+    def watch(self, stops: Iterable[str]) -> None:
+        """Replace the stops: from now on these end the text. Text so far cannot match them."""
+        if self._matcher.num_held:
+            raise InvalidArgumentError("text is withheld for the present stops; flush it first")
+        self._matcher = StopMatcher(stops)
+
     def push(self, token_id: int) -> TextDelta:
         """Take one token. After a stop was found, tokens are dropped.
 

@@ -206,6 +206,8 @@ class Tokenizer:
         TokenizerError
             If the text is no string, holds a lone surrogate or has no form in the vocabulary.
         """
+        if not isinstance(text, str):
+            raise TokenizerError(f"{type(text).__name__} cannot be encoded; allowed: str")
         ids = self.encode_pieces(self.split_control(text) if parse_special else [text])
         if not add_special:
             return ids

@@ -32,8 +32,9 @@ def test_philox_gives_the_published_answers(
 
 def test_uniform_is_the_top_of_the_first_word() -> None:
     seed = 0xA4093822_00000007
-    word = philox4x32((11, 3, Purpose.XTC, 0), (7, 0xA4093822))[0]
-    assert uniform(seed, 3, 11, Purpose.XTC) == np.float32((word >> 8) / 2**24)
+    for position in range(32):
+        word = philox4x32((position, 3, Purpose.XTC, 0), (7, 0xA4093822))[0]
+        assert uniform(seed, 3, position, Purpose.XTC) == np.float32((word >> 8) / 2**24)
 
 
 @given(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,7 @@ class ModelCore:
         self.streams: set[int] = {0}
         self.last_decode: tuple[int, int] | None = None  # (arena generation, rows)
         self._thread = threading.get_ident()
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._closed = False
 
     # -- who may call -------------------------------------------------------------------------
@@ -93,7 +94,7 @@ class ModelCore:
         """Raise when the model was closed or belongs to a parent process."""
         if self._closed:
             raise ClosedError("this model was closed")
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise StaleHandleError(
                 "this model belongs to the parent process; make a new engine after a fork"
             )
@@ -108,6 +109,16 @@ class ModelCore:
         for seq in seqs:
             if seq.model_key is not self.key:
                 raise StaleHandleError("this sequence belongs to another model")
+
+    @contextmanager
+    def driven_here(self) -> Iterator[None]:
+        """Let the calling thread drive the model for a while (the engine's lock is held)."""
+        self.require_alive()
+        before, self._thread = self._thread, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._thread = before
 
     def bind_to_thread(self) -> None:
         """Make the calling thread the one that drives the model."""

@@ -1,0 +1,69 @@
+"""Progress on a terminal or in a notebook; silence everywhere else."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atlas.weights.checkpoint import Checkpoint
+
+
+def is_interactive() -> bool:
+    """Whether somebody watches: standard error is a terminal, or this is a notebook kernel."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+class LoadProgress:
+    """A bar over the bytes of weights loaded, which also names kernels being compiled.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Its size is the bar's length.
+    quiet : bool, optional
+        Show nothing. Default: only when nobody watches.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, quiet: bool | None) -> None:
+        self._total = checkpoint.nbytes
+        self._quiet = not is_interactive() if quiet is None else quiet
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> LoadProgress:
+        if not self._quiet:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(binary_units=True),
+                console=Console(stderr="ipykernel" not in sys.modules),
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("loading weights", total=self._total)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def advance(self, nbytes: int) -> None:
+        """So many bytes of weights were loaded."""
+        if self._bar is not None:
+            self._bar.advance(self._task, nbytes)
+
+    def compiling(self, name: str) -> None:
+        """The kernel called ``name`` is about to be compiled (once; then it is cached)."""
+        if self._bar is not None:
+            self._bar.print(f"compiling kernel {name}")

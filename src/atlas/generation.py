@@ -1,0 +1,183 @@
+"""One sample of a request while it runs: choose, keep, detokenise, stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.errors import AtlasError
+from atlas.request import Delta, FinishReason, Sample, TokenLogprob
+from atlas.sampler import Sampled, Sampler, needs_logits
+from atlas.stops import TextStream
+
+if TYPE_CHECKING:
+    from atlas.model import Model
+    from atlas.model.logits_view import LogitsView
+    from atlas.sampling import SamplingParams
+    from atlas.tokenizer import Tokenizer
+
+Weights = Callable[[NDArray[np.float32]], NDArray[np.float32]]
+
+
+class Generation:
+    """Turns rows of logits into a sample's tokens and text, until it is finished.
+
+    Parameters
+    ----------
+    params : SamplingParams
+        Texts resolved to ids, with a seed unless greedy.
+    tokenizer : Tokenizer or None
+        Without one there is no text, and stop strings were refused.
+    prompt_ids : sequence of int
+    vocab_size : int
+    eos_token_ids : tuple of int
+    max_seq_len : int
+    sample_index : int
+    weights : callable, optional
+        The sampler's exponential (``Sampler``).
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        prompt_ids: Sequence[int],
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        max_seq_len: int,
+        sample_index: int = 0,
+        weights: Weights | None = None,
+    ) -> None:
+        self.params = params
+        self.index = sample_index
+        self.num_prompt_tokens = len(prompt_ids)
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: AtlasError | None = None
+        self.last_token = -1
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        self._end_ids = frozenset(ends)
+        extra = {} if weights is None else {"weights": weights}
+        self._sampler = Sampler(
+            params,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            prompt_ids=prompt_ids,
+            sample_index=sample_index,
+            **extra,
+        )
+        self._needs_logits = needs_logits(params)
+        self._room = max_seq_len - len(prompt_ids)
+        self._text = None
+        self._hold_stops = params.min_tokens  # stop strings count from here on
+        if tokenizer is not None:
+            self._text = TextStream(
+                tokenizer,
+                params.stop_strings if not params.min_tokens else (),
+                include_stop=params.include_stop,
+                skip_special=params.skip_special,
+            )
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._pieces: list[str] = []
+        self._num_given = 0  # ids that deltas have given out
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens chosen so far, end tokens included."""
+        return self._sampler.num_output_tokens
+
+    @property
+    def finished(self) -> bool:
+        """Whether no further token is wanted."""
+        return self.finish_reason is not None
+
+    def choose(self, model: Model, view: LogitsView) -> Sampled:
+        """The next token from a view of one row: on the device where that suffices."""
+        if self._needs_logits:
+            position = self.num_prompt_tokens + self.num_tokens
+            return self._sampler.sample(view.numpy()[0], position)
+        return Sampled(model.logits.argmax(view))
+
+    def push(self, sampled: Sampled) -> Delta:
+        """Keep a chosen token; finishes the sample when it is an end, a stop or the last one."""
+        token = sampled.token_id
+        self._sampler.observe(token)
+        self.last_token = token
+        if sampled.logprob is not None:
+            self._logprobs.append(TokenLogprob(token, sampled.logprob, tuple(sampled.top)))
+        if token in self._end_ids:
+            self.finish_reason, self.stop_reason = "stop", token
+            if not self.params.include_stop:
+                return self._delta("")
+        self._tokens.append(token)
+        text = self._advance_text(token)
+        at_limit = self.num_tokens == self.params.max_tokens or self.num_tokens >= self._room
+        if self.finish_reason is None and at_limit:
+            self.finish_reason = "length"
+        return self._delta(text)
+
+    def _advance_text(self, token: int) -> str:
+        if self._text is None:
+            return ""
+        if self._hold_stops and self.num_tokens > self._hold_stops:
+            self._start_stops()
+        delta = self._text.push(token)
+        if delta.stop is not None and self.finish_reason is None:
+            self.finish_reason, self.stop_reason = "stop", delta.stop
+        return delta.text
+
+    def _start_stops(self) -> None:
+        """min_tokens are out: from now on stop strings end the sample."""
+        assert self._text is not None
+        self._text.watch(self.params.stop_strings)
+        self._hold_stops = 0
+
+    def _delta(self, text: str) -> Delta:
+        """Everything that has become final since the last delta."""
+        if self._text is not None and self.finished:
+            text += self._text.finish().text
+        self._pieces.append(text)
+        final = self._num_final()
+        ids = tuple(self._tokens[self._num_given : final])
+        logprobs = tuple(self._logprobs[self._num_given : final])
+        self._num_given = max(self._num_given, final)
+        return Delta(text, ids, logprobs, self.finish_reason, self.stop_reason)
+
+    def _num_final(self) -> int:
+        if self._text is None:
+            return len(self._tokens)
+        if self.finished and self._text.stop is None:
+            return len(self._tokens)
+        return self._text.num_tokens_final
+
+    def fail(self, error: AtlasError) -> Delta:
+        """End the sample with an error; what was given out stays."""
+        self.finish_reason, self.error = "error", error
+        return self._delta("")
+
+    def cancel(self) -> None:
+        """End the sample because nobody wants the rest."""
+        if not self.finished:
+            self.finish_reason = "cancelled"
+            self._delta("")
+
+    def sample(self) -> Sample:
+        """The finished sample."""
+        assert self.finish_reason is not None
+        final = self._num_final()
+        logprobs = tuple(self._logprobs[:final]) if self.params.logprobs is not None else None
+        return Sample(
+            self.index,
+            tuple(self._tokens[:final]),
+            "".join(self._pieces),
+            self.finish_reason,
+            self.stop_reason,
+            logprobs,
+            self.error,
+        )
+
