@@ -103,9 +103,9 @@ class ChatTemplate:
         **special_tokens: str | None,
     ) -> None:
         if not isinstance(source, str) or len(source) > MAX_TEMPLATE_CHARS:
+            given = f"{len(source)} characters" if isinstance(source, str) else repr(source)[:80]
             raise ChatTemplateError(
-                f"chat template of type {type(source).__name__} and length {len(source)}; "
-                f"allowed: a string of at most {MAX_TEMPLATE_CHARS} characters"
+                f"chat template: {given}; allowed: a string of at most {MAX_TEMPLATE_CHARS}"
             )
         tokens = {"bos_token": bos_token, "eos_token": eos_token, **special_tokens}
         self.source = source

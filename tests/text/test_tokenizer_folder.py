@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -319,10 +321,10 @@ def test_exponential_patterns_are_bounded(tmp_path: Path) -> None:
     pattern = {"type": "Split", "pattern": {"Regex": "(a|a|aa)+$"}, "behavior": "Isolated"}
     raw["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [pattern | {"invert": False}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
-    try:
+    started = time.monotonic()
+    with contextlib.suppress(TokenizerError):
         Tokenizer.from_folder(tmp_path).encode("a" * 60 + "!")
-    except TokenizerError:
-        pass
+    assert time.monotonic() - started < 10
 
 
 def mutate(data: st.DataObject, value: Any) -> Any:
@@ -356,8 +358,6 @@ def test_hostile_files_never_escape(tmp_path: Path, data: st.DataObject) -> None
         content = content[: data.draw(st.integers(0, len(content)))]
     (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    try:
+    with contextlib.suppress(TokenizerError):
         tokenizer = Tokenizer.from_folder(tmp_path)
         tokenizer.decode(tokenizer.encode("Hello wörld <s>", parse_special=True))
-    except TokenizerError:
-        pass

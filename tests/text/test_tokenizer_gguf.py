@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -324,8 +325,6 @@ def test_hostile_metadata_never_escapes(data: st.DataObject, sentencepiece: bool
             value[data.draw(st.integers(0, len(value) - 1))] = data.draw(st.text(max_size=3))
         else:
             metadata[key] = data.draw(HOSTILE_VALUES)
-    try:
+    with contextlib.suppress(TokenizerError):
         tokenizer = Tokenizer.from_gguf(metadata)
         tokenizer.decode(tokenizer.encode("Hello wörld <|im_end|>", parse_special=True))
-    except TokenizerError:
-        pass

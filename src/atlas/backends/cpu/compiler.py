@@ -121,8 +121,8 @@ def _symbol(name: str) -> str:
     return "atlas_body_" + name.replace(".", "_")
 
 
-@cache
 def _target_machine() -> llvm.TargetMachine:
+    """A new one each time: an execution engine takes ownership of its machine."""
     target = cpu_target()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()

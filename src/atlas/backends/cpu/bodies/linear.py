@@ -26,6 +26,7 @@ from atlas.backends.cpu.bodies.simd import (
     max_lane,
     maximum,
     mul,
+    prefetch,
     rint,
     splat,
     splat_i32,
@@ -43,6 +44,9 @@ from atlas.backends.cpu.bodies.weight_blocks import FORMATS
 
 _f = np.float32
 ZERO, MAX_INT8 = _f(0.0), _f(127.0)
+# Tiles follow one another, so that a thread's weights are one run of memory; the hardware loses it
+# between the areas of a tile.
+PREFETCH_BYTES = 4096
 
 
 @body("linear.quantize_rows")
@@ -80,7 +84,13 @@ def half_dot(w0, w1, w2, w3, x):
     return dot4(total, w3, broadcast_i32(x + 12))
 
 
-def _quantised_tiles(unpack, finish):
+@device
+def prefetch_lines(address, nbytes):
+    for at in range(0, nbytes, 64):
+        prefetch(address + at)
+
+
+def _quantised_tiles(unpack, finish, block_bytes):
     @device
     def step(tile, nb, b, acc, w, x, k):
         low = half_dot(w[0], w[1], w[2], w[3], x + b * 32)
@@ -92,6 +102,7 @@ def _quantised_tiles(unpack, finish):
         nb = k // 32
         acc = zeros()
         for b in range(nb):
+            prefetch_lines(tile + b * block_bytes + PREFETCH_BYTES, block_bytes)
             acc = step(tile, nb, b, acc, unpack(tile, nb, b), x, k)
         return acc
 

@@ -197,6 +197,14 @@ def _multiply_add(builder: ir.IRBuilder, values: Any, kind: ir.Type, suffix: str
     return _call(builder, f"llvm.fma.{suffix}", kind, *values)
 
 
+@_operation(types.void, types.int64)
+def prefetch(builder, values):  # type: ignore[no-untyped-def]
+    """Ask for the cache line of an address, which may be anything."""
+    pointer = _pointer(builder, values[0], _I8)
+    # A read, to stay in every cache level, of data.
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, _I32(0), _I32(3), _I32(1))
+
+
 # -- float32 lanes ----------------------------------------------------------------------------
 
 

@@ -219,11 +219,11 @@ def finish_b8_16(tile, nb, b, acc, low, high, x, k):
 
 
 FORMATS = {
-    "q4_0": (unpack_q4_0, finish_q4_0),
-    "q4_1": (unpack_q4_1, finish_q4_1),
-    "q8_0": (unpack_q8_0, finish_q8_0),
-    "q4_k": (unpack_q4_k, finish_q4_k),
-    "q6_k": (unpack_q6_k, finish_q6_k),
-    "b8_32": (unpack_b8_32, finish_b8_32),
-    "b8_16": (unpack_b8_16, finish_b8_16),
+    "q4_0": (unpack_q4_0, finish_q4_0, 288),
+    "q4_1": (unpack_q4_1, finish_q4_1, 320),
+    "q8_0": (unpack_q8_0, finish_q8_0, 544),
+    "q4_k": (unpack_q4_k, finish_q4_k, 296),
+    "q6_k": (unpack_q6_k, finish_q6_k, 420),
+    "b8_32": (unpack_b8_32, finish_b8_32, 640),
+    "b8_16": (unpack_b8_16, finish_b8_16, 768),
 }
