@@ -58,8 +58,13 @@ class LlamaRunner:
         from llama_cpp import Llama
 
         self.llama = Llama(
-            path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, n_batch=512,
-            verbose=False, logits_all=False,
+            path,
+            n_ctx=2048,
+            n_threads=threads,
+            n_threads_batch=threads,
+            n_batch=512,
+            verbose=False,
+            logits_all=False,
         )
 
     def prefill(self, ids: list[int]) -> float:

@@ -152,7 +152,9 @@ class Engine:
     # -- generation ---------------------------------------------------------------------------
 
     @overload
-    def generate(self, prompts: str, params: SamplingParams | None = ...) -> Completion: ...
+    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str too
+        self, prompts: str, params: SamplingParams | None = ...
+    ) -> Completion: ...
     @overload
     def generate(
         self, prompts: Sequence[int], params: SamplingParams | None = ...
@@ -218,7 +220,7 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         tools: Messages | None = None,
-        **variables: object,
+        **variables: Any,
     ) -> Completion:
         """Answer a conversation in the model's own chat format.
 
@@ -239,13 +241,13 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         tools: Messages | None = None,
-        **variables: object,
+        **variables: Any,
     ) -> Iterator[Delta]:
         """:meth:`chat`, streamed as :meth:`stream` does."""
         return self.stream(self.chat_token_ids(messages, tools=tools, **variables), params)
 
     def chat_token_ids(
-        self, messages: Messages, *, tools: Messages | None = None, **variables: object
+        self, messages: Messages, *, tools: Messages | None = None, **variables: Any
     ) -> list[int]:
         """The token ids of a conversation, ready for the assistant's next turn."""
         self._require_open()
@@ -314,9 +316,7 @@ class Engine:
                 with self._driving() as model:
                     length = min(rows, len(ids) - start)
                     last = start + length == len(ids)
-                    view = model.forward.prefill_chunk(
-                        ids, seq, start, length, last, logits="all"
-                    )
+                    view = model.forward.prefill_chunk(ids, seq, start, length, last, logits="all")
                     assert view is not None
                     logits = view.numpy()
                     for i, token in enumerate(ids[start + 1 : start + length + 1]):

@@ -47,7 +47,7 @@ class UnsupportedModelError(ModelFileError):
     code = 7
 
 
-class KvExhausted(AtlasError):  # noqa: N818 - the contract's name
+class KvExhausted(AtlasError):
     """The KV pool has too few free blocks; nothing was changed."""
 
     code = 8
@@ -60,7 +60,7 @@ class OutOfMemoryError(AtlasError, MemoryError):
 
 
 class StaleHandleError(AtlasError):
-    """A view's rows were overwritten, or its owner was freed, closed or belongs to a parent process."""
+    """A view was overwritten, or its owner was freed, closed or belongs to a parent process."""
 
     code = 10
 
@@ -113,13 +113,13 @@ class KernelError(AtlasError):
     code = 18
 
 
-class Cancelled(AtlasError):  # noqa: N818
+class Cancelled(AtlasError):
     """The work was cancelled by its caller."""
 
     code = 19
 
 
-class ExpertCommandFailed(AtlasError):  # noqa: N818 - the contract's name
+class ExpertCommandFailed(AtlasError):
     """A command that a parallel worker received and could not carry out; the worker stays up."""
 
     code = 20

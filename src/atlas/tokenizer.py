@@ -7,8 +7,8 @@ tokens switched off, and the library's vocabulary is arranged so that no merge, 
 Viterbi path can produce one. Hence text from a user never becomes a control token.
 
 *Control* tokens are those that the tokenizer marks special (Hugging Face) or CONTROL / UNKNOWN
-(GGUF), those named as BOS, EOS and the like, and added tokens of the form ``<|…|>`` or ``<｜…｜>``
-even where the file forgot the mark. Other added tokens (``<think>``, runs of spaces) are
+(GGUF), markup (``<s>``) named as BOS, EOS and the like, and tokens of the form ``<|…|>`` or
+``<｜…｜>`` even where the file forgot the mark. Other added tokens (``<think>``, runs of spaces) are
 vocabulary: text matches them, as it does in the reference tokenizers. *Special* tokens, which
 ``skip_special`` leaves out of decoded text, are the marked and the named ones only.
 """
@@ -37,6 +37,8 @@ MAX_FILE_BYTES = 256 << 20
 MAX_VOCAB_SIZE = 1 << 24
 
 _CONTROL_SHAPE = re.compile(r"<\|[^<>\s]+\|>|<｜[^<>\s]+｜>")
+# A file may name an ordinary word, such as "!" for padding; only what looks like markup is control.
+_MARKUP = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 _NAMED_TOKENS = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 # Bytes that occur in UTF-8 text.
 _TEXT_BYTES = frozenset(range(0xF5)) - {0xC0, 0xC1}
@@ -73,6 +75,10 @@ class Tokenizer:
 
     Attributes
     ----------
+    kind : str
+        For people: scheme and model.
+    tokens : mapping of id to str
+        The vocabulary's strings; may have holes.
     bos_token_id : int or None
     eos_token_ids : tuple of int
         Every id that ends generation, the tokenizer's own EOS first.
@@ -148,7 +154,7 @@ class Tokenizer:
         """
         return _from_gguf(metadata)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the largest token id. A model's rows of logits may be longer (padding)."""
         return max(self.tokens, default=-1) + 1
@@ -384,7 +390,7 @@ def _from_json(
     added = _added_tokens(raw, tokens, {*named.values(), *_extra_special(config)})
     library, continuation = _json_libraries(raw, added)
     ids = {a["content"]: a["id"] for a in added}
-    bos, eos = (_named_id(named, role, ids) for role in ("bos", "eos"))
+    bos, eos = (_named_id(named, role, ids, tokens) for role in ("bos", "eos"))
     prefix, suffix = _json_specials(library, config, bos, eos, tokens.values())
     more_eos = generation.get("eos_token_id")
     unk = raw["model"].get("unk_token")
@@ -474,13 +480,13 @@ def _extra_special(config: dict[str, Any]) -> set[str]:
 def _added_tokens(
     raw: dict[str, Any], tokens: dict[int, str], special: set[str]
 ) -> list[dict[str, Any]]:
-    """Return the added tokens, completed by the special ones that only a configuration names."""
+    """Return the added tokens, completed by markup that only a configuration calls special."""
     added = [{"special": False, **a} for a in raw.get("added_tokens") or []]
     for a in added:
         _check_token(a["id"], a["content"])
         if not a["content"] or tokens.setdefault(a["id"], a["content"]) != a["content"]:
             raise TokenizerError(f"added token {a['id']} {a['content']!r}: its id or text is taken")
-    missing = special.difference(a["content"] for a in added)
+    missing = set(filter(_MARKUP.fullmatch, special.difference(a["content"] for a in added)))
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     for token_id, token in tokens.items() if missing else ():
         if token in missing:
@@ -497,11 +503,16 @@ def _control_token(added: dict[str, Any]) -> ControlToken:
     return ControlToken(added["content"], added["id"], *sides)
 
 
-def _named_id(named: Mapping[str, str], role: str, ids: Mapping[str, int]) -> int | None:
+def _named_id(
+    named: Mapping[str, str], role: str, added: Mapping[str, int], tokens: Mapping[int, str]
+) -> int | None:
     text = named.get(role)
-    if text is not None and text not in ids:
+    if text is None or text in added:
+        return None if text is None else added[text]
+    found = next((token_id for token_id, token in tokens.items() if token == text), None)
+    if found is None:
         raise TokenizerError(f"{role}_token {text!r} is not in the vocabulary")
-    return None if text is None else ids[text]
+    return found
 
 
 def _known_ids(values: Iterable[object], tokens: Mapping[int, str], name: str) -> tuple[int, ...]:
@@ -807,13 +818,9 @@ def _from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
             *(("unk", "unknown"), ("pad", "padding"), ("sep", "seperator"), ("mask", "mask")),
         )
     }
-    named = {token_id for token_id in roles.values() if token_id is not None}
+    named = {i for i in roles.values() if i is not None and _MARKUP.fullmatch(strings[i])}
     special = {i for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)} | named
-    control = special | {
-        i
-        for i, kind in enumerate(types)
-        if kind == _USER_DEFINED and _CONTROL_SHAPE.fullmatch(strings[i])
-    }
+    control = special | {i for i, text in enumerate(strings) if _CONTROL_SHAPE.fullmatch(text)}
     user_defined = {i for i, kind in enumerate(types) if kind == _USER_DEFINED} - control
     tokens = {
         i: text.replace(SPACE_MARK, " ") if spm and i in user_defined else text

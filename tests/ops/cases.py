@@ -13,7 +13,7 @@ from atlas.ops.blocks import FORMATS, HostMatrix, quantize
 
 @dataclass
 class Case:
-    """One call. ``written`` names the arrays to compare; a tolerance is relative to the greatest."""
+    """One call; ``written`` names the arrays to compare, ``tolerance`` is relative to their greatest."""
 
     id: str
     args: tuple[Any, ...]
@@ -55,8 +55,18 @@ def random_matrix(rng: np.random.Generator, format: str, rows: int, cols: int) -
         return quantize(weights, format)
     layout = FORMATS[format]
     data = rng.integers(0, 256, (rows * (cols // layout.block_len), layout.block_bytes), np.uint8)
-    halves = {"q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q2_k": (80, 82), "q3_k": (108,),
-              "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)}
+    halves = {
+        "q4_1": (0, 2),
+        "q5_0": (0,),
+        "q5_1": (0, 2),
+        "q2_k": (80, 82),
+        "q3_k": (108,),
+        "q4_k": (0, 2),
+        "q5_k": (0, 2),
+        "q6_k": (208,),
+        "iq4_nl": (0,),
+        "iq4_xs": (0,),
+    }
     for at in halves[format]:
         scale = rng.uniform(0.001, 0.02, len(data)).astype(np.float16)
         data[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
@@ -67,15 +77,24 @@ def rmsnorm() -> Iterator[Case]:
     for n, shape in enumerate([(1, 64), (3, 576), (5, 100), (2, 3, 80), (4, 1, 7), (2, 2, 256)]):
         rng = _rng(1, n)
         out = _nan(*shape)
-        yield Case("x".join(map(str, shape)), (_strided(rng, *shape), _normal(rng, shape[-1]), 1e-5),
-                   {"out": out}, {"out": out})
+        yield Case(
+            "x".join(map(str, shape)),
+            (_strided(rng, *shape), _normal(rng, shape[-1]), 1e-5),
+            {"out": out},
+            {"out": out},
+        )
 
 
 def _gated(seed: int) -> Iterator[Case]:
     for n, (rows, size) in enumerate([(1, 16), (3, 1536), (2, 37), (5, 1)]):
         rng, out = _rng(seed, n), _nan(rows, size)
-        yield Case(f"T{rows}-F{size}", (_normal(rng, rows, 2 * size) * 8,), {"out": out},
-                   {"out": out}, 4e-6)
+        yield Case(
+            f"T{rows}-F{size}",
+            (_normal(rng, rows, 2 * size) * 8,),
+            {"out": out},
+            {"out": out},
+            4e-6,
+        )
 
 
 def silu_and_mul() -> Iterator[Case]:
@@ -89,8 +108,13 @@ def gelu_tanh_and_mul() -> Iterator[Case]:
 def add() -> Iterator[Case]:
     for n, (rows, size) in enumerate([(1, 16), (3, 77)]):
         rng, out = _rng(4, n), _nan(rows, size)
-        yield Case(f"T{rows}-D{size}", (_strided(rng, rows, size), _normal(rng, rows, size)),
-                   {"out": out}, {"out": out}, 0.0)
+        yield Case(
+            f"T{rows}-D{size}",
+            (_strided(rng, rows, size), _normal(rng, rows, size)),
+            {"out": out},
+            {"out": out},
+            0.0,
+        )
 
 
 def softcap() -> Iterator[Case]:
@@ -110,8 +134,9 @@ def embedding() -> Iterator[Case]:
 
 def gather_rows() -> Iterator[Case]:
     rng, out = _rng(7), _nan(3, 50)
-    yield Case("L3", (_normal(rng, 6, 50), np.array([5, 0, 2], np.int32)), {"out": out},
-               {"out": out}, 0.0)
+    yield Case(
+        "L3", (_normal(rng, 6, 50), np.array([5, 0, 2], np.int32)), {"out": out}, {"out": out}, 0.0
+    )
 
 
 def linear() -> Iterator[Case]:
@@ -121,29 +146,47 @@ def linear() -> Iterator[Case]:
             outputs, cols = (40, 512) if FORMATS[format].is_quantized else (37, 83)
             out = _nan(rows, outputs)
             bias = _normal(rng, outputs) if rows % 2 else None
-            yield Case(f"{format}-T{rows}", (_strided(rng, rows, cols),
-                       random_matrix(rng, format, outputs, cols), bias), {"out": out},
-                       {"out": out}, 1e-5)
+            yield Case(
+                f"{format}-T{rows}",
+                (_strided(rng, rows, cols), random_matrix(rng, format, outputs, cols), bias),
+                {"out": out},
+                {"out": out},
+                1e-5,
+            )
     for rows in (130, 400):
         rng, out = _rng(8, 99, rows), _nan(rows, 48)
-        yield Case(f"q4_0-T{rows}", (_normal(rng, rows, 4096), random_matrix(rng, "q4_0", 48, 4096)),
-                   {"out": out}, {"out": out}, 1e-5)
+        yield Case(
+            f"q4_0-T{rows}",
+            (_normal(rng, rows, 4096), random_matrix(rng, "q4_0", 48, 4096)),
+            {"out": out},
+            {"out": out},
+            1e-5,
+        )
 
 
 def linear_add() -> Iterator[Case]:
     for n, format in enumerate(["f32", "q4_1", "q8_0"]):
         rng = _rng(9, n)
         out = _normal(rng, 3, 40)
-        yield Case(format, (_normal(rng, 3, 64), random_matrix(rng, format, 40, 64)),
-                   {"out": out}, {"out": out}, 1e-5)
+        yield Case(
+            format,
+            (_normal(rng, 3, 64), random_matrix(rng, format, 40, 64)),
+            {"out": out},
+            {"out": out},
+            1e-5,
+        )
 
 
 def rope() -> Iterator[Case]:
     for n, (heads, dim, half) in enumerate([(1, 64, 32), (3, 80, 40), (2, 96, 24), (4, 6, 3)]):
         rng = _rng(10, n)
         x = _strided(rng, 4, heads, dim)
-        yield Case(f"H{heads}-K{dim}-R{2 * half}", (x, np.array([0, 7, 1, 30], np.int32),
-                   _normal(rng, 31, 2, half)), {}, {"x": x})
+        yield Case(
+            f"H{heads}-K{dim}-R{2 * half}",
+            (x, np.array([0, 7, 1, 30], np.int32), _normal(rng, 31, 2, half)),
+            {},
+            {"x": x},
+        )
 
 
 def kv_store() -> Iterator[Case]:
@@ -151,21 +194,37 @@ def kv_store() -> Iterator[Case]:
         rng = _rng(11, n)
         k_pool = _normal(rng, 5, 2, dim, 16).astype(dtype)
         v_pool = _normal(rng, 5, 2, 16, dim).astype(dtype)
-        yield Case(f"{dtype}-K{dim}", (_strided(rng, 3, 2, dim), _strided(rng, 3, 2, dim),
-                   np.array([79, 0, 33], np.int32)), {"k_pool": k_pool, "v_pool": v_pool},
-                   {"k_pool": k_pool, "v_pool": v_pool}, 0.0)
+        yield Case(
+            f"{dtype}-K{dim}",
+            (_strided(rng, 3, 2, dim), _strided(rng, 3, 2, dim), np.array([79, 0, 33], np.int32)),
+            {"k_pool": k_pool, "v_pool": v_pool},
+            {"k_pool": k_pool, "v_pool": v_pool},
+            0.0,
+        )
 
 
 def attention() -> Iterator[Case]:
     shapes = [(64, 1, 1), (80, 2, 1), (96, 4, 2), (128, 16, 1), (256, 3, 3), (20, 6, 2)]
     for n, (dim, heads, kv_heads) in enumerate(shapes):
-        for window, cap, dtype in ((None, None, "float32"), (5, None, "float16"),
-                                   (300, 2.0, "float32")):
-            yield _attention_case(_rng(12, n, window or 0), dim, heads, kv_heads, window, cap, dtype)
+        for window, cap, dtype in (
+            (None, None, "float32"),
+            (5, None, "float16"),
+            (300, 2.0, "float32"),
+        ):
+            yield _attention_case(
+                _rng(12, n, window or 0), dim, heads, kv_heads, window, cap, dtype
+            )
 
 
-def _attention_case(rng: np.random.Generator, dim: int, heads: int, kv_heads: int,
-                    window: int | None, cap: float | None, dtype: str) -> Case:
+def _attention_case(
+    rng: np.random.Generator,
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    window: int | None,
+    cap: float | None,
+    dtype: str,
+) -> Case:
     # Sequences that end just before, at and after block, segment and tile edges.
     lengths = [(1, 1), (15, 15), (16, 1), (17, 17), (255, 2), (256, 1), (257, 18), (530, 3)]
     most = 34
@@ -181,10 +240,20 @@ def _attention_case(rng: np.random.Generator, dim: int, heads: int, kv_heads: in
     k_pool = _normal(rng, blocks, kv_heads, dim, 16).astype(dtype)
     v_pool = _normal(rng, blocks, kv_heads, 16, dim).astype(dtype)
     q, out = _strided(rng, len(positions), heads, dim), _nan(len(positions), heads, dim)
-    args = (q, k_pool, v_pool, tables, cu_rows.astype(np.int32), positions.astype(np.int32),
-            dim**-0.5, window, cap)
-    return Case(f"K{dim}-H{heads}-HK{kv_heads}-w{window}-{dtype}", args, {"out": out},
-                {"out": out}, 1e-5)
+    args = (
+        q,
+        k_pool,
+        v_pool,
+        tables,
+        cu_rows.astype(np.int32),
+        positions.astype(np.int32),
+        dim**-0.5,
+        window,
+        cap,
+    )
+    return Case(
+        f"K{dim}-H{heads}-HK{kv_heads}-w{window}-{dtype}", args, {"out": out}, {"out": out}, 1e-5
+    )
 
 
 def argmax() -> Iterator[Case]:
@@ -202,8 +271,12 @@ def moe_route() -> Iterator[Case]:
         rng = _rng(14, n)
         ids, weights = np.full((7, top_k), -1, np.int32), _nan(7, top_k)
         scores = np.round(_normal(rng, 7, experts) * 4) / 2  # ties
-        yield Case(f"E{experts}-X{top_k}", (scores, normalize), {"ids": ids, "weights": weights},
-                   {"ids": ids, "weights": weights})
+        yield Case(
+            f"E{experts}-X{top_k}",
+            (scores, normalize),
+            {"ids": ids, "weights": weights},
+            {"ids": ids, "weights": weights},
+        )
 
 
 def moe_linear() -> Iterator[Case]:
@@ -213,9 +286,14 @@ def moe_linear() -> Iterator[Case]:
             cols = 256 if FORMATS[format].is_quantized else 24
             ids = np.stack([rng.permutation(6)[:3] for _ in range(11)]).astype(np.int32)
             out = _nan(11, 3, 20)
-            yield Case(f"{format}-I{inputs}", (_normal(rng, 11, inputs, cols),
-                       random_matrix(rng, format, 6 * 20, cols), ids), {"out": out},
-                       {"out": out}, 1e-5, groups=6)
+            yield Case(
+                f"{format}-I{inputs}",
+                (_normal(rng, 11, inputs, cols), random_matrix(rng, format, 6 * 20, cols), ids),
+                {"out": out},
+                {"out": out},
+                1e-5,
+                groups=6,
+            )
 
 
 def moe_combine() -> Iterator[Case]:

@@ -35,9 +35,7 @@ def _clone(value: Any, copies: dict[int, Any]) -> Any:
     if id(value) not in copies:
         root = value if value.base is None else value.base
         offset = value.__array_interface__["data"][0] - root.__array_interface__["data"][0]
-        copies[id(value)] = np.ndarray(
-            value.shape, value.dtype, root.copy(), offset, value.strides
-        )
+        copies[id(value)] = np.ndarray(value.shape, value.dtype, root.copy(), offset, value.strides)
     return copies[id(value)]
 
 

@@ -441,13 +441,8 @@ def test_arithmetic_and_generators_still_work() -> None:
         "{{ ','.join(messages | map(attribute='role')) }} {{ messages | map(attribute='role') "
         "| join('/') }} {{ [1] + [2] }} {{ 1.5 + 2 }} {{ 'a-b'.replace('-', '+') }}"
     )
-    assert (
-        ChatTemplate(source).render(CONVERSATION).split()
-        == (
-            "42 1024 1000000000000000000 ababab 3 x user,assistant,user user/assistant/user "
-            "[1, 2] 3.5 a+b"
-        ).split()
-    )
+    parts = ["42 1024 1000000000000000000 ababab 3 x", "user,assistant,user", "user/assistant/user"]
+    assert ChatTemplate(source).render(CONVERSATION) == " ".join([*parts, "[1, 2]", "3.5 a+b"])
 
 
 def test_strftime_now() -> None:

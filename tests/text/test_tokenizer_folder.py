@@ -235,6 +235,15 @@ def test_white_space_flags_of_control_tokens(tmp_path: Path) -> None:
         assert ours.encode(text, parse_special=True) == library.encode(text).ids
 
 
+def test_ordinary_words_that_a_configuration_names_stay_words(tmp_path: Path) -> None:
+    library = byte_level_library()
+    ours = Tokenizer.from_folder(write_folder(tmp_path, library, pad_token="!", eos_token="!"))
+    assert library.token_to_id("!") in ours.encode("Hello!")
+    assert ours.eos_token_ids == (library.token_to_id("!"),)
+    with pytest.raises(TokenizerError, match="eos_token '<nope>' is not in the vocabulary"):
+        Tokenizer.from_folder(write_folder(tmp_path, library, eos_token="<nope>"))
+
+
 def test_padding_and_truncation_of_the_file_are_left_out(tmp_path: Path) -> None:
     library = byte_level_library()
     library.enable_padding(length=1 << 40)

@@ -215,6 +215,14 @@ def test_forgotten_control_marks_are_recognised_by_shape() -> None:
     assert tokenizer.encode("<|im_end|>", parse_special=True) == [end]
 
 
+def test_ordinary_words_that_a_file_names_stay_words() -> None:
+    tokens = byte_level_metadata()["tokenizer.ggml.tokens"]
+    word = tokens.index("!")
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata(padding_token_id=word))
+    assert word in tokenizer.encode("Hello!")
+    assert word not in tokenizer.special_token_ids
+
+
 def test_a_control_token_that_merges_make_stays_out_of_reach() -> None:
     metadata = byte_level_metadata()
     metadata["tokenizer.ggml.tokens"] += ["<x", "<x>"]

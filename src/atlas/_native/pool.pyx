@@ -100,8 +100,10 @@ cdef class WorkerPool:
         atlas_pool_destroy(self._pool)
 
     def close(self):
-        """End the threads; idempotent."""
+        """End the threads; idempotent. Refused while another thread runs a list."""
         cdef atlas_pool *pool = self._pool
+        if self._running:
+            raise StaleHandleError("this worker pool is running a list")
         self._pool = NULL
         with nogil:
             atlas_pool_destroy(pool)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+cimport cython
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy
 
@@ -13,6 +14,7 @@ from atlas.errors import (
 )
 
 
+@cython.no_gc  # the pool refers to nothing, and must outlive the collection of a cycle
 cdef class Sequence:
     """Tokens, committed length and KV blocks of one stream of tokens.
 
@@ -155,6 +157,7 @@ cdef class Sequence:
             raise InvalidArgumentError(f"new_len is {new_len}; allowed: 0 … {self.seq_len}")
         self.seq_len = new_len
         self._num_tokens = min(self._num_tokens, new_len)
+        self.prompt_len = min(self.prompt_len, new_len)
         self.kv_valid_tokens = min(self.kv_valid_tokens, new_len)
         self.trim_blocks((new_len + self.block_size - 1) // self.block_size)
 

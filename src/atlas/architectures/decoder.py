@@ -1,13 +1,13 @@
 """From a checkpoint's canonical weights to a network, one layer after the other.
 
 Each weight is repacked for the backend and its pages of the file are dropped at once, so that the
-peak is the packed weights plus a few rows.
+peak is the packed weights plus a few rows. Weights that another model holds are used as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +25,7 @@ from atlas.layers.rope import rope_table
 from atlas.layers.step import Array
 from atlas.ops.blocks import FORMATS, HostMatrix, dequantize, quantize
 from atlas.weights.checkpoint import Checkpoint
+from atlas.weights.packed_weights import PackedWeights
 
 Pack = Callable[[Sequence[HostMatrix], int], Any]
 Quantize = Literal["q8_0", "q4_0"]
@@ -40,6 +41,8 @@ class NetworkBuilder:
     pools : KvPools
     pack : callable
         ``pack(matrices, groups)``: the backend's repacking.
+    weights : PackedWeights
+        What is missing in it is loaded into it.
     max_seq_len : int
         Rows of the RoPE tables.
     widen : bool
@@ -47,21 +50,24 @@ class NetworkBuilder:
     quantize : str, optional
         Quantise the file's float matrices (the routers excepted).
     on_progress : callable, optional
-        Called with the bytes of file just loaded.
+        Called with the bytes of weights just loaded, or found in memory.
     """
 
     checkpoint: Checkpoint
     pools: KvPools
     pack: Pack
+    weights: PackedWeights
     max_seq_len: int
     widen: bool = False
     quantize: Quantize | None = None
     on_progress: Callable[[int], None] | None = None
-    formats: dict[str, str] = field(default_factory=dict)
-    nbytes: int = 0
 
     def build(self) -> Network:
         """Load every weight, in the order of the file's layers."""
+        with self.weights.lock:
+            return self._network()
+
+    def _network(self) -> Network:
         config = self.checkpoint.config
         if self.quantize is not None:
             self._require_float_weights(self.quantize)
@@ -84,7 +90,9 @@ class NetworkBuilder:
         )
 
     def _require_float_weights(self, format: str) -> None:
-        stored = {f for name, f in self.checkpoint.weight_formats().items() if name.endswith("_proj")}
+        stored = {
+            f for name, f in self.checkpoint.weight_formats().items() if name.endswith("_proj")
+        }
         if all(FORMATS[name].is_quantized for name in stored):
             raise InvalidArgumentError(
                 f"quantize is {format!r}, but the file's weights are quantised already "
@@ -168,17 +176,19 @@ class NetworkBuilder:
         return Projection(tuple(self._packed(run) for run in runs), bias)
 
     def _packed(self, names: list[str], groups: int = 1) -> Any:
-        matrices = [self._matrix(name) for name in names]
-        if len({matrix.format for matrix in matrices}) > 1:  # experts of mixed formats
-            matrices = [_as_f32(matrix) for matrix in matrices]
-        packed = self.pack(matrices, groups)
-        self.nbytes += packed.nbytes
-        for name, matrix in zip(names, matrices, strict=True):
-            self.formats[name] = packed.format
-            self.checkpoint.release(name)
-            if self.on_progress is not None:
-                self.on_progress(matrix.nbytes)
-        return packed
+        held = self.weights.matrices
+        key = tuple(names)
+        if key not in held:
+            matrices = [self._matrix(name) for name in names]
+            if len({matrix.format for matrix in matrices}) > 1:  # experts of mixed formats
+                matrices = [_as_f32(matrix) for matrix in matrices]
+            held[key] = self.pack(matrices, groups)
+            for name in names:
+                self.weights.formats[name] = held[key].format
+                self.checkpoint.release(name)
+        if self.on_progress is not None:
+            self.on_progress(held[key].nbytes)
+        return held[key]
 
     def _matrix(self, name: str) -> HostMatrix:
         matrix = self.checkpoint.matrix(name)
@@ -190,10 +200,12 @@ class NetworkBuilder:
         return matrix
 
     def _vector(self, name: str) -> Array:
-        vector = np.ascontiguousarray(self.checkpoint.vector(name), np.float32)
-        self.formats[name] = "f32"
-        self.nbytes += vector.nbytes
-        self.checkpoint.release(name)
+        held = self.weights.vectors
+        if name not in held:
+            held[name] = np.ascontiguousarray(self.checkpoint.vector(name), np.float32)
+            self.weights.formats[name] = "f32"
+            self.checkpoint.release(name)
+        vector: Array = held[name]
         return vector
 
 

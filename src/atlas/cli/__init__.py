@@ -1,0 +1,77 @@
+"""The ``atlas`` command. Each subcommand is a file of this package.
+
+Nothing heavier than click is imported before a command runs: ``atlas --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from atlas import __version__
+from atlas.cli.bench import bench
+from atlas.cli.chat import chat
+from atlas.cli.doctor import doctor
+from atlas.cli.generate import generate
+from atlas.cli.info import info
+from atlas.cli.options import DEBUG, debug_option
+from atlas.errors import AtlasError
+
+_INTERRUPTED = 130  # what shells report for a process that SIGINT ended
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="atlas")
+@debug_option
+def atlas() -> None:
+    """Run language models on this machine."""
+
+
+for _command in (generate, chat, info, bench, doctor):
+    atlas.add_command(_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and exit: 0, 2 for a usage error, or the error's ``AtlasError.code``.
+
+    Errors are one line on standard error; ``--debug`` adds the traceback.
+    """
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    context = None
+    try:
+        with atlas.make_context("atlas", list(arguments)) as context:
+            atlas.invoke(context)
+        sys.stdout.flush()
+    except click.exceptions.Exit as done:  # --help and --version
+        return done.exit_code
+    except click.UsageError as error:
+        where = f"; see {error.ctx.command_path} --help" if error.ctx is not None else ""
+        return _report(f"{error.format_message()}{where}", error.exit_code)
+    except click.ClickException as error:
+        return _report(error.format_message(), error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; leave nothing for the interpreter to flush into it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        # The last frame before the process ends: any error becomes its one line here.
+        if context is not None and context.meta.get(DEBUG):
+            raise
+        if isinstance(error, AtlasError):
+            return _report(str(error), error.code)
+        return _report(f"{type(error).__name__}: {error}; --debug shows where", AtlasError.code)
+    return 0
+
+
+def _report(message: str, code: int) -> int:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    return code

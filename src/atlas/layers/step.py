@@ -91,43 +91,56 @@ class StepBuffers:
         )
 
 
-def allocate(
+_INTEGERS = (
+    "token_ids",
+    "positions",
+    "slots",
+    "cu_rows",
+    "block_tables",
+    "logits_rows",
+    "expert_ids",
+)
+
+
+def buffer_shapes(
     config: ModelConfig, max_rows: int, max_seqs: int, max_blocks: int, logits_rows: int
-) -> StepBuffers:
-    """Zeroed buffers for steps of up to ``max_rows`` rows; untouched pages cost no memory."""
+) -> dict[str, tuple[int, ...]]:
+    """The shape of each buffer for steps of up to ``max_rows`` rows; every element is 4 bytes."""
     heads = config.num_heads * config.head_dim
-    qkv = heads + 2 * config.num_kv_heads * config.head_dim
     moe = config.moe
     experts, top_k, inner = (
         (moe.num_experts, moe.top_k, moe.intermediate_size) if moe is not None else (0, 0, 0)
     )
+    return {
+        "token_ids": (max_rows,),
+        "positions": (max_rows,),
+        "slots": (max_rows,),
+        "cu_rows": (max_seqs + 1,),
+        "block_tables": (max_seqs, max_blocks),
+        "logits_rows": (logits_rows,),
+        "hidden": (max_rows, config.hidden_size),
+        "normed": (max_rows, config.hidden_size),
+        "projected": (max_rows, config.hidden_size),
+        "qkv": (max_rows, heads + 2 * config.num_kv_heads * config.head_dim),
+        "attended": (max_rows, heads),
+        "gate_up": (max_rows, 2 * config.intermediate_size),
+        "activated": (max_rows, config.intermediate_size),
+        "router": (max_rows, experts),
+        "expert_weights": (max_rows, top_k),
+        "expert_ids": (max_rows, top_k),
+        "expert_gate_up": (max_rows, top_k, 2 * inner),
+        "expert_activated": (max_rows, top_k, inner),
+        "expert_out": (max_rows, top_k, config.hidden_size),
+        "last_hidden": (logits_rows, config.hidden_size),
+        "logits": (logits_rows, config.vocab_size),
+    }
 
-    def floats(*shape: int) -> Array:
-        return np.zeros(shape, np.float32)
 
-    def ints(*shape: int) -> Array:
-        return np.zeros(shape, np.int32)
-
+def allocate(shapes: dict[str, tuple[int, ...]]) -> StepBuffers:
+    """Zeroed buffers of these shapes; untouched pages cost no memory."""
     return StepBuffers(
-        token_ids=ints(max_rows),
-        positions=ints(max_rows),
-        slots=ints(max_rows),
-        cu_rows=ints(max_seqs + 1),
-        block_tables=ints(max_seqs, max_blocks),
-        logits_rows=ints(logits_rows),
-        hidden=floats(max_rows, config.hidden_size),
-        normed=floats(max_rows, config.hidden_size),
-        projected=floats(max_rows, config.hidden_size),
-        qkv=floats(max_rows, qkv),
-        attended=floats(max_rows, heads),
-        gate_up=floats(max_rows, 2 * config.intermediate_size),
-        activated=floats(max_rows, config.intermediate_size),
-        router=floats(max_rows, experts),
-        expert_weights=floats(max_rows, top_k),
-        expert_ids=ints(max_rows, top_k),
-        expert_gate_up=floats(max_rows, top_k, 2 * inner),
-        expert_activated=floats(max_rows, top_k, inner),
-        expert_out=floats(max_rows, top_k, config.hidden_size),
-        last_hidden=floats(logits_rows, config.hidden_size),
-        logits=floats(logits_rows, config.vocab_size),
+        **{
+            name: np.zeros(shape, np.int32 if name in _INTEGERS else np.float32)
+            for name, shape in shapes.items()
+        }
     )

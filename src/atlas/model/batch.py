@@ -63,7 +63,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """Rows of one sequence: its next ``token_ids``, and how many of them (from the end) get logits."""
+    """Rows of one sequence: its next ``token_ids``; the last ``num_logits`` of them get logits."""
 
     seq: SequenceState
     token_ids: Ints

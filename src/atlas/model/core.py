@@ -126,10 +126,10 @@ class ModelCore:
         self._thread = threading.get_ident()
 
     def close(self) -> None:
-        """End the backend; later calls raise ClosedError."""
+        """End the backend; later calls raise ClosedError. Refused in the middle of a step."""
         if not self._closed:
-            self._closed = True
             self.runtime.close()
+            self._closed = True
 
     # -- arguments ----------------------------------------------------------------------------
 
@@ -163,17 +163,25 @@ class ModelCore:
         self.require_length(num_positions)
         seq.native.reserve(num_positions)
 
-    def reserve_all(self, seqs: Sequence[SequenceState], counts: Sequence[int]) -> None:
-        """Room for ``counts[i]`` more positions of each sequence, or KvExhausted and no change."""
-        grown: list[tuple[SequenceState, int]] = []
+    @contextmanager
+    def room(self, seqs: Sequence[SequenceState], counts: Sequence[int]) -> Iterator[None]:
+        """Reserve ``counts[i]`` more positions of each sequence for the step in the body.
+
+        When the pool is exhausted, or the body raises, every sequence is as before: lengths,
+        tokens and number of blocks.
+        """
+        before = [(seq.seq_len, seq.prompt_len, seq.native.num_blocks) for seq in seqs]
         try:
             for seq, count in zip(seqs, counts, strict=True):
-                had = seq.native.num_blocks
                 self.reserve(seq, seq.seq_len + count)
-                grown.append((seq, had))
+            yield
         except BaseException:
-            for seq, had in grown:
-                seq.native.trim(had)
+            for seq, (length, prompt_len, num_blocks) in zip(seqs, before, strict=True):
+                if seq.seq_len != length:
+                    seq.native.rewind(length)
+                    seq.native.reserve(num_blocks * self.pools.block_size)
+                seq.native.prompt_len = prompt_len
+                seq.native.trim(num_blocks)
             raise
 
     def check_stream(self, stream: Stream | None) -> None:
@@ -269,6 +277,7 @@ class ModelCore:
             buffers.slots[start : start + count] = table[block] * self.pools.block_size + offset
             start += int(count)
         self.last_decode = None
+        self.arena.overwrite(shape.first_logits, shape.logits)
         self.runtime.run(self.network, buffers, shape)
 
     def commit(

@@ -325,7 +325,8 @@ class DenseForward(ModelForward):
         logits: LogitsMode = "last",
         stream: Stream | None = None,
     ) -> LogitsView | None:
-        return self.prefill_chunk(tokens, seq, 0, len(tokens), True, logits=logits, stream=stream)
+        ids = self._core.token_array(tokens, "prompt tokens")
+        return self.prefill_chunk(ids, seq, 0, len(ids), True, logits=logits, stream=stream)
 
     def prefill_chunk(
         self,
@@ -348,10 +349,8 @@ class DenseForward(ModelForward):
                 f'logits="all" of {num_logits} positions; '
                 f"allowed: up to {core.limits.logits_rows} a call"
             )
-        core.reserve_all([seq], [chunk_len])
-        # A window larger than a step's buffers runs in pieces: same bits, as any split.
-        length, prompt_len = seq.seq_len, seq.prompt_len
-        try:
+        with core.room([seq], [chunk_len]):
+            # A window larger than a step's buffers runs in pieces: same bits, as any split.
             for start in range(0, chunk_len, core.limits.max_rows):
                 piece = ids[start : start + core.limits.max_rows]
                 end = start + len(piece)
@@ -359,10 +358,6 @@ class DenseForward(ModelForward):
                 first = num_logits - (chunk_len - end) - wanted if wanted else 0
                 core.run(build([Window(seq, piece, "prompt", wanted)], first))
                 core.commit(seq, piece, "prompt")
-        except BaseException:
-            seq.native.rewind(length)
-            seq.native.prompt_len = prompt_len
-            raise
         return core.arena.claim(0, num_logits) if num_logits else None
 
     def decode(self, token: int, seq: SequenceState, *, stream: Stream | None = None) -> LogitsView:
@@ -434,6 +429,8 @@ class DenseForward(ModelForward):
         seqs = [*decode_seqs, *(piece.seq for piece in slices)]
         core.enter(*seqs)
         core.check_stream(stream)
+        if not seqs:
+            raise InvalidArgumentError("a step of no sequences; allowed: 1 or more")
         if len({id(seq) for seq in seqs}) != len(seqs):
             raise InvalidArgumentError("a sequence is given twice; allowed: distinct sequences")
         windows = core.decode_windows(decode_tokens, decode_seqs)
@@ -450,10 +447,10 @@ class DenseForward(ModelForward):
             windows.append(Window(piece.seq, ids, "prompt", count))
         core.require_rows(windows)
         first = core.place_logits(row_base, sum(window.num_logits for window in windows))
-        core.reserve_all(seqs, [len(window.token_ids) for window in windows])
-        core.run(build(windows, first))
-        for window in windows:
-            core.commit(window.seq, window.token_ids, window.kind)
+        with core.room(seqs, [len(window.token_ids) for window in windows]):
+            core.run(build(windows, first))
+            for window in windows:
+                core.commit(window.seq, window.token_ids, window.kind)
         decode_view = core.claim_decode(num_decode) if num_decode else None
         views: list[LogitsView | None] = []
         at = first + num_decode

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from atlas.architectures.decoder import NetworkBuilder, Quantize
+from atlas.architectures.weight_names import expected_weights
+from atlas.backends.cpu.pack import LANES, packed_format, tile_bytes
 from atlas.backends.cpu.runtime import CpuRuntime
 from atlas.backends.cpu.target import simd_level
 from atlas.cache.kv import BLOCK_SIZE, allocate_pools, kv_block_bytes
 from atlas.errors import InvalidArgumentError, OutOfMemoryError
-from atlas.layers.step import allocate
+from atlas.layers.step import allocate, buffer_shapes
 from atlas.model import Model
 from atlas.model.core import Limits, ModelCore
 from atlas.model.forward import DenseForward
@@ -88,6 +91,31 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What a load decides before it reads a weight.
+
+    Attributes
+    ----------
+    limits : Limits
+    num_blocks : int
+        Blocks of the KV pool.
+    kv_dtype : str
+    formats : dict
+        Canonical weight name → its format in memory; ``b8_32`` and ``b8_16`` are the internal
+        8-bit form of file formats without a kernel of their own.
+    buffer_shapes : dict
+    memory : MemoryPlan
+    """
+
+    limits: Limits
+    num_blocks: int
+    kv_dtype: str
+    formats: dict[str, str]
+    buffer_shapes: dict[str, tuple[int, ...]]
+    memory: MemoryPlan
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model with what its load decided."""
 
@@ -123,29 +151,18 @@ def load_model(
         The plan exceeds the memory that is free; nothing was allocated.
     """
     config = checkpoint.config
-    max_seq_len = min(
-        options.max_seq_len or min(config.max_seq_len, _DEFAULT_SEQ_LEN), config.max_seq_len
-    )
-    if options.max_seq_len is not None and options.max_seq_len > config.max_seq_len:
-        raise InvalidArgumentError(
-            f"max_seq_len is {options.max_seq_len}; allowed: up to the model's {config.max_seq_len}"
-        )
-    kv_dtype = _kv_dtype(options, checkpoint)
-    num_blocks = -(-(options.kv_tokens or max_seq_len) // BLOCK_SIZE)
-    limits = Limits(options.max_step_tokens, metadata_rows(_MAX_SEQS), _LOGITS_ROWS, max_seq_len)
-    kv_bytes = num_blocks * kv_block_bytes(config, kv_dtype)
-    _require_memory(checkpoint, options, kv_bytes)
-    pools = allocate_pools(config, num_blocks, kv_dtype)
-    buffers = allocate(
-        config, limits.max_rows, limits.max_seqs, -(-max_seq_len // BLOCK_SIZE), limits.logits_rows
-    )
+    plan = plan_load(checkpoint, options)
+    _require_memory(plan.memory)
+    limits = plan.limits
+    pools = allocate_pools(config, plan.num_blocks, plan.kv_dtype)
+    buffers = allocate(plan.buffer_shapes)
     runtime = CpuRuntime(options.threads, on_compile)
     try:
         builder = NetworkBuilder(
             checkpoint,
             pools,
             runtime.pack,
-            max_seq_len,
+            limits.max_seq_len,
             widen=options.dtype == "float32",
             quantize=options.quantize,
             on_progress=on_progress,
@@ -163,9 +180,56 @@ def load_model(
         streams=DenseStreams(core),
         verify=DenseVerify(core),
     )
-    total = sum(getattr(buffers, name).nbytes for name in buffers.__slots__)
-    plan = MemoryPlan(builder.nbytes, pools.nbytes, total)
-    return LoadedModel(model, core, plan, builder.formats, kv_dtype)
+    memory = MemoryPlan(builder.nbytes, pools.nbytes, plan.memory.buffers)
+    return LoadedModel(model, core, memory, builder.formats, plan.kv_dtype)
+
+
+def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
+    """Decide sizes and formats of a load from the file's header; allocates nothing.
+
+    Raises
+    ------
+    InvalidArgumentError
+        ``max_seq_len`` exceeds the model's own.
+    """
+    config = checkpoint.config
+    if options.max_seq_len is not None and options.max_seq_len > config.max_seq_len:
+        raise InvalidArgumentError(
+            f"max_seq_len is {options.max_seq_len}; allowed: up to the model's {config.max_seq_len}"
+        )
+    max_seq_len = options.max_seq_len or min(config.max_seq_len, _DEFAULT_SEQ_LEN)
+    kv_dtype = _kv_dtype(options, checkpoint)
+    num_blocks = -(-(options.kv_tokens or max_seq_len) // BLOCK_SIZE)
+    limits = Limits(options.max_step_tokens, metadata_rows(_MAX_SEQS), _LOGITS_ROWS, max_seq_len)
+    buffers = buffer_shapes(
+        config, limits.max_rows, limits.max_seqs, -(-max_seq_len // BLOCK_SIZE), limits.logits_rows
+    )
+    shapes = expected_weights(config)
+    formats = {
+        name: _format_in_memory(name, stored, shapes[name], options)
+        for name, stored in checkpoint.weight_formats().items()
+    }
+    memory = MemoryPlan(
+        weights=sum(_bytes_in_memory(formats[name], shape) for name, shape in shapes.items()),
+        kv_pool=num_blocks * kv_block_bytes(config, kv_dtype),
+        buffers=sum(4 * prod(shape) for shape in buffers.values()),
+    )
+    return LoadPlan(limits, num_blocks, kv_dtype, formats, buffers, memory)
+
+
+def _format_in_memory(name: str, stored: str, shape: tuple[int, ...], options: LoadOptions) -> str:
+    if len(shape) == 1 or options.dtype == "float32":
+        return "f32"
+    is_float = not FORMATS[stored].is_quantized
+    if options.quantize is not None and is_float and not name.endswith("router"):
+        return options.quantize
+    return packed_format(stored)
+
+
+def _bytes_in_memory(packed: str, shape: tuple[int, ...]) -> int:
+    if len(shape) == 1:
+        return 4 * shape[0]
+    return -(-shape[0] // LANES) * tile_bytes(packed, shape[1])
 
 
 def _kv_dtype(options: LoadOptions, checkpoint: Checkpoint) -> str:
@@ -179,33 +243,15 @@ def _kv_dtype(options: LoadOptions, checkpoint: Checkpoint) -> str:
     return "float16" if quantized else "float32"
 
 
-def _require_memory(checkpoint: Checkpoint, options: LoadOptions, kv_bytes: int) -> None:
+def _require_memory(plan: MemoryPlan) -> None:
     """Refuse a plan larger than the memory that is available now."""
-    weights = checkpoint.nbytes
-    if options.dtype == "float32":
-        weights = sum(
-            4 * rows_times_cols
-            for rows_times_cols in (_elements(shape) for shape in _shapes(checkpoint))
-        )
     free = available_memory()
-    if weights + kv_bytes > free:
+    if plan.total > free:
         raise OutOfMemoryError(
-            f"weights need {weights / 2**20:.0f} MiB and the KV cache {kv_bytes / 2**20:.0f} MiB, "
+            f"weights need {plan.weights / 2**20:.0f} MiB, the KV cache "
+            f"{plan.kv_pool / 2**20:.0f} MiB and buffers {plan.buffers / 2**20:.0f} MiB; "
             f"{free / 2**20:.0f} MiB are free; lower kv_tokens or max_seq_len, or quantize"
         )
-
-
-def _shapes(checkpoint: Checkpoint) -> list[tuple[int, ...]]:
-    from atlas.architectures.weight_names import expected_weights
-
-    return list(expected_weights(checkpoint.config).values())
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def available_memory() -> int:
@@ -223,9 +269,10 @@ def available_memory() -> int:
 
 def _cgroup_room() -> int:
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open(
-            "/sys/fs/cgroup/memory.current"
-        ) as used:
+        with (
+            open("/sys/fs/cgroup/memory.max") as limit,
+            open("/sys/fs/cgroup/memory.current") as used,
+        ):
             text = limit.read().strip()
             return 2**63 if text == "max" else int(text) - int(used.read())
     except OSError:

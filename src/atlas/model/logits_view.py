@@ -32,12 +32,16 @@ class LogitsArena:
         self.num_unread_decode = 0  # rows 0 … n − 1 hold decode logits that nobody has read
         self._guard = guard
 
-    def claim(self, first: int, count: int) -> LogitsView:
-        """A view of rows about to be written; older views of these rows become stale."""
+    def overwrite(self, first: int, count: int) -> None:
+        """Make every view of rows that are about to be written stale."""
         self.generation += 1
         self.generations[first : first + count] = self.generation
-        if first < self.num_unread_decode:
+        if count and first < self.num_unread_decode:
             self.num_unread_decode = 0
+
+    def claim(self, first: int, count: int) -> LogitsView:
+        """A view of rows that were written; older views of these rows are stale."""
+        self.overwrite(first, count)
         return LogitsView(self, first, count)
 
     def check(self, view: LogitsView) -> None:

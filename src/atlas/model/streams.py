@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
 from atlas.errors import StaleHandleError
@@ -9,6 +10,8 @@ from atlas.model.records import Event, Stream
 
 if TYPE_CHECKING:
     from atlas.model.core import ModelCore
+
+_HANDLES = count(1)  # unique in the process, so that another model's handles are known as such
 
 
 class ModelStreams(Protocol):
@@ -65,13 +68,13 @@ class DenseStreams(ModelStreams):
 
     def create_stream(self) -> Stream:
         self._core.enter()
-        stream = Stream(len(self._core.streams))
+        stream = Stream(next(_HANDLES))
         self._core.streams.add(stream)
         return stream
 
     def create_event(self) -> Event:
         self._core.enter()
-        event = Event(len(self._events))
+        event = Event(next(_HANDLES))
         self._events.add(event)
         return event
 

@@ -193,11 +193,11 @@ class DenseVerify(ModelVerify):
         window = Window(seq, ids, "step", k)
         core.require_rows([window])
         first = core.place_logits(0, k)
-        core.reserve_all([seq], [k])
-        core.run(build([window], first))
-        core.commit(seq, ids, "step", verify_rows=k)
-        view = core.arena.claim(first, k)
-        argmax = core.argmax(view)
+        with core.room([seq], [k]):
+            core.run(build([window], first))
+            view = core.arena.claim(first, k)
+            argmax = core.argmax(view)
+            core.commit(seq, ids, "step", verify_rows=k)
         if logits == "all":
             return VerifyResult(argmax, view)
         return VerifyResult(argmax, view[k - 1] if logits == "last" else None)

@@ -40,7 +40,8 @@ def quantize_rows(x: Float) -> tuple[NDArray[np.int8], Float]:
 def product(x: Float, weight: HostMatrix) -> Float:
     """x · weightᵀ as :func:`linear` defines it, float32 [T, N]."""
     if weight.format in FLOAT_FORMATS:
-        return x @ dequantize(weight).T
+        floats: Float = np.matmul(x, dequantize(weight).T, dtype=np.float32)
+        return floats
     blocks = integers(weight)
     q, scale = quantize_rows(x)
     count = weight.cols // blocks.block_len
@@ -51,7 +52,8 @@ def product(x: Float, weight: HostMatrix) -> Float:
     dot = np.einsum("nbk,tbk->tnb", weight_q, row_q)
     total = np.einsum("tnb,nb,tb->tn", dot, blocks.scale.astype(np.float64), row_scale)
     total += np.einsum("tb,nb,tb->tn", row_q.sum(-1), blocks.minimum.astype(np.float64), row_scale)
-    return total.astype(np.float32)
+    rounded: Float = total.astype(np.float32)
+    return rounded
 
 
 @op

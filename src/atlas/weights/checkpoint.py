@@ -48,6 +48,8 @@ class _WeightFile(Protocol):
     def path(self) -> str: ...
     @property
     def tensors(self) -> Mapping[str, _StoredTensor]: ...
+    @property
+    def identity(self) -> tuple[tuple[str, int, int], ...]: ...
     def matrix(self, name: str) -> HostMatrix: ...
     def vector(self, name: str) -> NDArray[np.float32]: ...
     def check_supported(self) -> None: ...
@@ -100,6 +102,11 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of the file's tensors."""
         return sum(tensor.nbytes for tensor in self._file.tensors.values())
+
+    @property
+    def identity(self) -> tuple[tuple[str, int, int], ...]:
+        """Real path, bytes and time of change (ns) of each weight file."""
+        return self._file.identity
 
     def weight_formats(self) -> dict[str, str]:
         """Every canonical name, in load order, with the format its file stores it in."""

@@ -57,6 +57,11 @@ class GgufFile:
         self.metadata = header.metadata
         self.tensors = header.tensors
 
+    @property
+    def identity(self) -> tuple[tuple[str, int, int], ...]:
+        """What tells these contents from others: path, size and time of change."""
+        return (self._file.identity,)
+
     def matrix(self, name: str) -> HostMatrix:
         """A view of a tensor with two or more dimensions, the leading ones merged into rows.
 

@@ -24,6 +24,13 @@ class MappedFile:
     ----------
     path : str or os.PathLike
 
+    Attributes
+    ----------
+    size : int
+        Bytes.
+    identity : (str, int, int)
+        Real path, bytes, and time of the last change in ns; equal is taken for unchanged.
+
     Raises
     ------
     ModelFileError
@@ -46,6 +53,7 @@ class MappedFile:
             if status.st_size == 0:
                 raise ModelFileError(f"{self.path}: the file is empty (0 bytes)")
             self.size = status.st_size
+            self.identity = (os.path.realpath(self.path), status.st_size, status.st_mtime_ns)
             self._mapping: mmap.mmap | None = mmap.mmap(
                 descriptor, self.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ
             )

@@ -89,6 +89,11 @@ class SafetensorsFolder:
             self.close()
             raise
 
+    @property
+    def identity(self) -> tuple[tuple[str, int, int], ...]:
+        """What tells these contents from others: path, size and time of change of each file."""
+        return tuple(self._files[name].identity for name in sorted(self._files))
+
     def matrix(self, name: str) -> HostMatrix:
         """A view of a tensor with two or more dimensions, the leading ones merged into rows.
 

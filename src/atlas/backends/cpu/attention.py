@@ -6,9 +6,9 @@ with many rows gives each thread whole tiles of rows. Both compute the same bits
 
 from __future__ import annotations
 
-from atlas.backends.cpu.device import Array, Queue, address, float_bits
-from atlas.errors import CapabilityError, ShapeError
+from atlas.backends.cpu.device import Args, Array, Queue, address, float_bits
 from atlas.backends.cpu.target import simd_level
+from atlas.errors import CapabilityError, ShapeError
 from atlas.ops.attention import SEGMENT
 from atlas.ops.check import match_dims
 
@@ -22,7 +22,7 @@ def kv_store(
     sizes = match_dims("T HK K", k, "T HK K", v, dtype="float32")
     match_dims(f"{sizes['T']}", slots, dtype="int32")
     kind = pool_kind(k_pool, v_pool, sizes["HK"], sizes["K"])
-    args = (address(k), k.strides[0], address(v), v.strides[0], sizes["T"], sizes["HK"])
+    args: Args = (address(k), k.strides[0], address(v), v.strides[0], sizes["T"], sizes["HK"])
     args += (sizes["K"], k_pool.shape[3], address(slots), address(k_pool), address(v_pool))
     queue.launch(f"attention.kv_store_{kind}", args, (k, v, slots, k_pool, v_pool))
 
@@ -56,7 +56,7 @@ def attention(
     partial_bytes = rows * heads * segments * row_bytes if shared_out else 0
     scratch = queue.device.scratch(threads * scratch_bytes + partial_bytes)
     partials = address(scratch) + threads * scratch_bytes
-    args = (address(q), q.strides[0], address(k_pool), address(v_pool), address(block_tables))
+    args: Args = (address(q), q.strides[0], address(k_pool), address(v_pool), address(block_tables))
     args += (block_tables.strides[0], address(cu_rows), address(positions), len(cu_rows) - 1)
     args += (heads, kv_heads, dim, k_pool.shape[3], float_bits(scale), window or 0)
     args += (float_bits(softcap or 0.0), address(out), address(scratch), scratch_bytes)

@@ -63,10 +63,9 @@ class BodyCompiler:
         self.num_compiled = 0
         self._lock = threading.Lock()
         self._addresses: dict[str, int] = {}
-        self._objects: list[llvm.ExecutionEngine] = []
         self._cache_writable = True
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
+        # One engine for all objects: each would cost over 2 MB.
+        self._linker = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
 
     def address(self, name: str) -> int:
         """Entry address of the body called ``name``."""
@@ -84,11 +83,9 @@ class BodyCompiler:
             code = compile_body(name)
             self.num_compiled += 1
             self._write_entry(path, code)
-        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
-        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        engine.finalize_object()
-        self._objects.append(engine)
-        address = int(engine.get_function_address(_symbol(name)))
+        self._linker.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._linker.finalize_object()
+        address = int(self._linker.get_function_address(_symbol(name)))
         if not address:
             raise KernelError(f"compiled body {name} has no entry {_symbol(name)}")
         return address
@@ -150,7 +147,7 @@ def compile_body(name: str) -> bytes:
         numba_target.typing_context,
         numba_target.target_context,
         BODIES[name],
-        (types.int64, types.int64, types.CPointer(types.int64)),
+        (types.int64, types.int64, types.CPointer(types.int64)),  # type: ignore[attr-defined]
         types.void,
         flags,
         {},

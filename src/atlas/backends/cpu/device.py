@@ -13,6 +13,7 @@ from atlas._native.pool import LaunchList, WorkerPool
 from atlas.backends.cpu.compiler import BodyCompiler
 
 Array = NDArray[Any]
+Args = tuple[int, ...]
 
 
 class CpuDevice:
@@ -59,7 +60,7 @@ class Queue:
         self.device = device
         self.launches = launches
 
-    def launch(self, name: str, args: tuple[int, ...], keep: object) -> None:
+    def launch(self, name: str, args: Args, keep: object) -> None:
         """Run or record the body ``name``; ``keep`` owns the memory behind the addresses."""
         entry = self.device.compiler.address(name)
         if self.launches is not None:

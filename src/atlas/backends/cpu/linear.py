@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atlas.backends.cpu.device import Array, Queue, address
+from atlas.backends.cpu.device import Args, Array, Queue, address
 from atlas.backends.cpu.pack import PackedMatrix
 from atlas.ops.check import match_dims
 
@@ -28,7 +28,7 @@ def _product(
     if bias is not None:
         match_dims(f"{weight.rows}", bias, dtype="float32")
     source, stride, keep = activations(queue, x, weight)
-    args = (source, stride, rows, weight.cols, address(weight.data), weight.tile_bytes)
+    args: Args = (source, stride, rows, weight.cols, address(weight.data), weight.tile_bytes)
     args += (weight.rows, address(out), out.strides[0], 0 if bias is None else address(bias))
     args += (accumulate, max(4, _PASS_BYTES // stride // 4 * 4) if stride else rows)
     queue.launch(f"linear.{weight.format}", args, (x, weight, bias, out, keep))
@@ -44,7 +44,7 @@ def activations(queue: Queue, x: Array, weight: PackedMatrix) -> tuple[int, int,
     cols = weight.cols
     stride = activation_stride(cols)
     scratch = queue.device.scratch(len(x) * stride)
-    args = (address(x), x.strides[0], len(x), cols, address(scratch), stride)
+    args: Args = (address(x), x.strides[0], len(x), cols, address(scratch), stride)
     queue.launch("linear.quantize_rows", args, (x, scratch))
     return address(scratch), stride, scratch
 

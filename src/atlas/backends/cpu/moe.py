@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atlas.backends.cpu.device import Array, Queue, address
+from atlas.backends.cpu.device import Args, Array, Queue, address
 from atlas.backends.cpu.linear import activation_stride, activations
 from atlas.backends.cpu.pack import PackedMatrix
 from atlas.errors import ShapeError
@@ -14,7 +14,7 @@ def moe_route(queue: Queue, scores: Array, normalize: bool, *, ids: Array, weigh
     match_dims(f"{sizes['T']} {sizes['X']}", ids, dtype="int32")
     _require_contiguous(scores=scores, ids=ids, weights=weights)
     scratch = queue.device.scratch(scores.nbytes)
-    args = (address(scores), sizes["T"], sizes["E"], sizes["X"], int(normalize), address(ids))
+    args: Args = (address(scores), sizes["T"], sizes["E"], sizes["X"], int(normalize), address(ids))
     args += (address(weights), address(scratch))
     queue.launch("moe.route", args, (scores, ids, weights, scratch))
 
@@ -38,7 +38,7 @@ def moe_linear(queue: Queue, x: Array, weight: PackedMatrix, ids: Array, *, out:
     starts = address(scratch) + quantised
     order = starts + (experts + 1) * 4
     queue.launch("moe.group", (address(ids), pairs, experts, starts, order), (ids, scratch))
-    args = (source, stride, sizes["K"], sizes["X"], sizes["I"], address(weight.data))
+    args: Args = (source, stride, sizes["K"], sizes["X"], sizes["I"], address(weight.data))
     args += (weight.tile_bytes, sizes["N"], experts, starts, order, address(out))
     queue.launch(f"moe.linear_{weight.format}", args, (x, weight, ids, out, keep, scratch))
 
@@ -46,7 +46,7 @@ def moe_linear(queue: Queue, x: Array, weight: PackedMatrix, ids: Array, *, out:
 def moe_combine(queue: Queue, y: Array, weights: Array, *, out: Array) -> None:
     sizes = match_dims("T X D", y, "T X", weights, "T D", out, dtype="float32")
     _require_contiguous(y=y, weights=weights)
-    args = (address(y), address(weights), sizes["T"], sizes["X"], sizes["D"], address(out))
+    args: Args = (address(y), address(weights), sizes["T"], sizes["X"], sizes["D"], address(out))
     queue.launch("moe.combine", (*args, out.strides[0]), (y, weights, out))
 
 

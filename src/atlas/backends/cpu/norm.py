@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atlas.backends.cpu.device import Array, Queue, address, float_bits
+from atlas.backends.cpu.device import Args, Array, Queue, address, float_bits
 from atlas.ops.check import match_dims
 
 
@@ -11,6 +11,6 @@ def rmsnorm(queue: Queue, x: Array, weight: Array, eps: float, *, out: Array) ->
     match_dims(spec, x, "D", weight, spec, out, dtype="float32")
     heads = x.shape[1] if x.ndim == 3 else 1
     inner_in, inner_out = (x.strides[1], out.strides[1]) if x.ndim == 3 else (0, 0)
-    args = (address(x), x.strides[0], inner_in, x.shape[0], heads, x.shape[-1])
+    args: Args = (address(x), x.strides[0], inner_in, x.shape[0], heads, x.shape[-1])
     args += (address(weight), float_bits(eps), address(out), out.strides[0], inner_out)
     queue.launch("norm.rmsnorm", args, (x, weight, out))

@@ -171,7 +171,7 @@ def _bytes(q: Bytes) -> Bytes:
 
 def _nibbles(q: Bytes) -> Bytes:
     """Values below 16 [tiles, 16, blocks, 32] as [tiles, blocks, 4, 16, 4] bytes."""
-    pairs = q[..., :16] | q[..., 16:] << 4
+    pairs = (q[..., :16] | q[..., 16:] << np.uint8(4)).astype(np.uint8, copy=False)
     return pairs.reshape(*q.shape[:3], 4, 4).transpose(0, 2, 3, 1, 4)
 
 
@@ -201,9 +201,9 @@ def _q4_k(chunk: HostMatrix, out: Bytes) -> None:
     # Scales and minima 0–3 are whole in their bytes; 4–7 keep their top two bits in those bytes.
     scale = np.concatenate([low & 63, (mixed & 15) | (low >> 6) << 4], axis=-1)
     least = np.concatenate([high & 63, (mixed >> 4) | (high >> 6) << 4], axis=-1)
-    negative = blocks[..., 2:4] ^ np.array([0, 0x80], np.uint8)  # the sign bit of −dmin
+    least_scale = _scales(blocks, 2) ^ np.array([0, 0x80], np.uint8)  # the sign bit of −dmin
     at = _put(out, 0, _scales(blocks, 0))
-    at = _put(out, at, _scales(negative, 0))
+    at = _put(out, at, least_scale)
     at = _put(out, at, scale.transpose(0, 2, 3, 1))
     at = _put(out, at, least.transpose(0, 2, 3, 1))
     _put(out, at, _nibbles(_tiles(integers(chunk).q, chunk.cols // 32, 32)))
@@ -218,7 +218,7 @@ def _q6_k(chunk: HostMatrix, out: Bytes) -> None:
         pairs |= high[..., group, :] << (2 * group)
     at = _put(out, 0, _scales(blocks, 208))
     at = _put(out, at, blocks[..., 192:208].transpose(0, 2, 3, 1))
-    at = _put(out, at, _nibbles(q & 15))
+    at = _put(out, at, _nibbles(q & np.uint8(15)))
     _put(out, at, pairs.transpose(0, 2, 3, 1, 4))
 
 
@@ -242,4 +242,3 @@ _REPACK: dict[str, Callable[[HostMatrix, Bytes], None]] = {
     "b8_32": _b8,
     "b8_16": _b8,
 }
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from atlas._native.pool import LaunchList
 from atlas.backends.cpu.device import CpuDevice, Queue
@@ -51,9 +50,7 @@ class CpuRuntime:
         launches = self._recorded.get(shape)
         if launches is None:
             launches = LaunchList()
-            network.forward(
-                bind(self.functions, Queue(self.device, launches)), buffers.view(shape)
-            )
+            network.forward(bind(self.functions, Queue(self.device, launches)), buffers.view(shape))
             self._recorded[shape] = launches
             if len(self._recorded) > _RECORDED:
                 self._recorded.popitem(last=False)

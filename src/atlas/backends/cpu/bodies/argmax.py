@@ -7,16 +7,16 @@ import numpy as np
 
 from atlas.backends.cpu.bodies import body
 from atlas.backends.cpu.bodies.simd import (
-    load_first,
+    add,
+    lanes_between,
     load_f32,
+    load_first,
     max_lane,
     maximum,
+    select,
     splat,
     store_i32,
     sub,
-    add,
-    select,
-    lanes_between,
     sum_lanes,
     zeros,
 )

@@ -23,7 +23,6 @@ from atlas.backends.cpu.bodies.simd import (
     lanes_between,
     load,
     load_f16,
-    load_f16_scalar,
     load_f32,
     load_first,
     load_i32,
@@ -299,13 +298,13 @@ def _bodies(segment, width):
                         m0, m1, m2, m3 = LOWEST, LOWEST, LOWEST, LOWEST
                         l0, l1, l2, l3 = ZERO, ZERO, ZERO, ZERO
                         for base in range(starts[0] // SEGMENT * SEGMENT, ends[3], SEGMENT):
-                            m, l = run_segment(
+                            m, s = run_segment(
                                 args, n, base, kv_head, queries, starts, ends, scores, part
                             )
-                            m0, l0 = merge(m0, l0, m[0], l[0], totals, part[0], dim)
-                            m1, l1 = merge(m1, l1, m[1], l[1], totals + wide, part[1], dim)
-                            m2, l2 = merge(m2, l2, m[2], l[2], totals + 2 * wide, part[2], dim)
-                            m3, l3 = merge(m3, l3, m[3], l[3], totals + 3 * wide, part[3], dim)
+                            m0, l0 = merge(m0, l0, m[0], s[0], totals, part[0], dim)
+                            m1, l1 = merge(m1, l1, m[1], s[1], totals + wide, part[1], dim)
+                            m2, l2 = merge(m2, l2, m[2], s[2], totals + 2 * wide, part[2], dim)
+                            m3, l3 = merge(m3, l3, m[3], s[3], totals + 3 * wide, part[3], dim)
                         sums = (l0, l1, l2, l3)
                         for i in range(min(QUERIES, num_rows * group - e)):
                             row, head = first_row + (e + i) // group, (e + i) % group
@@ -339,7 +338,7 @@ def _bodies(segment, width):
                             o1 = at + step + 64 if count > 1 else spare
                             o2 = at + 2 * step + 64 if count > 2 else spare + wide
                             o3 = at + 3 * step + 64 if count > 3 else spare + 2 * wide
-                            m, l = run_segment(
+                            m, s = run_segment(
                                 args,
                                 n,
                                 base,
@@ -352,7 +351,7 @@ def _bodies(segment, width):
                             )
                             for i in range(count):
                                 store_f32(at + i * step, m[i])
-                                store_f32(at + i * step + 4, l[i])
+                                store_f32(at + i * step + 4, s[i])
 
     return fused, segments
 

@@ -6,6 +6,7 @@ names instructions, chosen by ``atlas.backends.cpu.target``. Nothing reassociate
 depends on that lane's inputs and the written order alone.
 """
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -74,7 +75,7 @@ def _operation(result: types.Type, *arguments: types.Type) -> Callable[[Builder]
         source += "    return result(*arguments), codegen\n"
         exec(source, scope)  # Numba wants one named parameter for each argument
         function = scope[build.__name__]
-        function.__module__ = __name__  # type: ignore[attr-defined]
+        function.__module__ = __name__
         return intrinsic(function)
 
     return decorate
@@ -142,33 +143,33 @@ def _widen_half(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
 
 
 @_operation(types.float32, types.int64)
-def load_f16_scalar(builder, values):  # type: ignore[no-untyped-def]
+def load_f16_scalar(builder, values):
     return _widen_half(builder, builder.load(_pointer(builder, values[0], _I16), align=2))
 
 
 @_operation(types.float32, types.int64)
-def load_bf16_scalar(builder, values):  # type: ignore[no-untyped-def]
+def load_bf16_scalar(builder, values):
     wide = builder.zext(builder.load(_pointer(builder, values[0], _I16), align=2), _I32)
     return builder.bitcast(builder.shl(wide, _I32(16)), _F32)
 
 
 @_operation(types.void, types.int64, types.float32)
-def store_f32(builder, values):  # type: ignore[no-untyped-def]
+def store_f32(builder, values):
     builder.store(values[1], _pointer(builder, values[0], _F32), align=4)
 
 
 @_operation(types.void, types.int64, types.int64)
-def store_i32(builder, values):  # type: ignore[no-untyped-def]
+def store_i32(builder, values):
     builder.store(builder.trunc(values[1], _I32), _pointer(builder, values[0], _I32), align=4)
 
 
 @_operation(types.void, types.int64, types.int64)
-def store_i8(builder, values):  # type: ignore[no-untyped-def]
+def store_i8(builder, values):
     builder.store(builder.trunc(values[1], _I8), _pointer(builder, values[0], _I8), align=1)
 
 
 @_operation(types.float32, types.int64)
-def bits_f32(builder, values):  # type: ignore[no-untyped-def]
+def bits_f32(builder, values):
     """The float32 whose bits are the low half of an argument."""
     return builder.bitcast(builder.trunc(values[0], _I32), _F32)
 
@@ -186,7 +187,7 @@ rint_f32 = _scalar_round("rint")
 
 
 @_operation(types.float32, types.float32, types.float32, types.float32)
-def fma_f32(builder, values):  # type: ignore[no-untyped-def]
+def fma_f32(builder, values):
     """x·y + z, rounded once where the machine can (else product and sum are rounded)."""
     return _multiply_add(builder, values, _F32, "f32")
 
@@ -198,7 +199,7 @@ def _multiply_add(builder: ir.IRBuilder, values: Any, kind: ir.Type, suffix: str
 
 
 @_operation(types.void, types.int64)
-def prefetch(builder, values):  # type: ignore[no-untyped-def]
+def prefetch(builder, values):
     """Ask for the cache line of an address, which may be anything."""
     pointer = _pointer(builder, values[0], _I8)
     # A read, to stay in every cache level, of data.
@@ -209,40 +210,40 @@ def prefetch(builder, values):  # type: ignore[no-untyped-def]
 
 
 @_operation(f32x16)
-def zeros(builder, values):  # type: ignore[no-untyped-def]
+def zeros(builder, values):
     return _constant(_F32, LANES, 0.0)
 
 
 @_operation(f32x16, types.float32)
-def splat(builder, values):  # type: ignore[no-untyped-def]
+def splat(builder, values):
     return _splat(builder, values[0], LANES)
 
 
 @_operation(f32x16, types.int64)
-def load(builder, values):  # type: ignore[no-untyped-def]
+def load(builder, values):
     return builder.load(_pointer(builder, values[0], _F32V), align=4)
 
 
 @_operation(f32x16, types.int64)
-def load_f16(builder, values):  # type: ignore[no-untyped-def]
+def load_f16(builder, values):
     stored = builder.load(_pointer(builder, values[0], ir.VectorType(_I16, LANES)), align=2)
     return _widen_half(builder, stored)
 
 
 @_operation(f32x16, types.int64)
-def load_bf16(builder, values):  # type: ignore[no-untyped-def]
+def load_bf16(builder, values):
     stored = builder.load(_pointer(builder, values[0], ir.VectorType(_I16, LANES)), align=2)
     wide = builder.shl(builder.zext(stored, _I32V), _constant(_I32, LANES, 16))
     return builder.bitcast(wide, _F32V)
 
 
 @_operation(types.void, types.int64, f32x16)
-def store(builder, values):  # type: ignore[no-untyped-def]
+def store(builder, values):
     builder.store(values[1], _pointer(builder, values[0], _F32V), align=4)
 
 
 @_operation(types.void, types.int64, types.float32)
-def store_f16_scalar(builder, values):  # type: ignore[no-untyped-def]
+def store_f16_scalar(builder, values):
     """Round to nearest even; needs F16C (the launch refuses float16 pools on plain targets)."""
     half = builder.fptrunc(values[1], ir.HalfType())
     builder.store(half, _pointer(builder, values[0], ir.HalfType()), align=2)
@@ -263,45 +264,45 @@ div = _binary("div", "fdiv")
 
 
 @_operation(f32x16, f32x16, f32x16, f32x16)
-def fma(builder, values):  # type: ignore[no-untyped-def]
+def fma(builder, values):
     """x·y + z by lane, rounded once where the machine can."""
     return _multiply_add(builder, values, _F32V, "v16f32")
 
 
 @_operation(f32x16, f32x16, f32x16)
-def maximum(builder, values):  # type: ignore[no-untyped-def]
+def maximum(builder, values):
     """The greater by lane; the second operand where either is NaN."""
     return builder.select(builder.fcmp_ordered(">", *values), *values)
 
 
 @_operation(f32x16, f32x16, f32x16)
-def minimum(builder, values):  # type: ignore[no-untyped-def]
+def minimum(builder, values):
     return builder.select(builder.fcmp_ordered("<", *values), *values)
 
 
 @_operation(f32x16, f32x16)
-def absolute(builder, values):  # type: ignore[no-untyped-def]
+def absolute(builder, values):
     return _call(builder, "llvm.fabs.v16f32", _F32V, values[0])
 
 
 @_operation(f32x16, f32x16)
-def rint(builder, values):  # type: ignore[no-untyped-def]
+def rint(builder, values):
     """Nearest integer, halves to even."""
     return _call(builder, "llvm.rint.v16f32", _F32V, values[0])
 
 
 @_operation(i32x16, f32x16)
-def to_i32(builder, values):  # type: ignore[no-untyped-def]
+def to_i32(builder, values):
     return builder.fptosi(values[0], _I32V)
 
 
 @_operation(f32x16, i32x16)
-def to_f32(builder, values):  # type: ignore[no-untyped-def]
+def to_f32(builder, values):
     return builder.sitofp(values[0], _F32V)
 
 
 @_operation(f32x16, i32x16)
-def power_of_two(builder, values):  # type: ignore[no-untyped-def]
+def power_of_two(builder, values):
     """2ⁿ by lane, −126 ≤ n ≤ 127."""
     biased = builder.add(values[0], _constant(_I32, LANES, 127))
     return builder.bitcast(builder.shl(biased, _constant(_I32, LANES, 23)), _F32V)
@@ -322,13 +323,13 @@ def _fold(builder: ir.IRBuilder, vector: ir.Value, combine: Any) -> ir.Value:
 
 
 @_operation(types.float32, f32x16)
-def sum_lanes(builder, values):  # type: ignore[no-untyped-def]
+def sum_lanes(builder, values):
     """Σ of the lanes: i and i + 8 first, then + 4, + 2, + 1."""
     return _fold(builder, values[0], builder.fadd)
 
 
 @_operation(types.float32, f32x16)
-def max_lane(builder, values):  # type: ignore[no-untyped-def]
+def max_lane(builder, values):
     return _fold(
         builder, values[0], lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b)
     )
@@ -338,7 +339,7 @@ def max_lane(builder, values):  # type: ignore[no-untyped-def]
 
 
 @_operation(mask16, types.int64, types.int64)
-def lanes_between(builder, values):  # type: ignore[no-untyped-def]
+def lanes_between(builder, values):
     """Lanes i with low ≤ i < high."""
     lanes = ir.Constant(_I32V, list(range(LANES)))
     low, high = (_splat(builder, builder.trunc(value, _I32), LANES) for value in values)
@@ -348,12 +349,12 @@ def lanes_between(builder, values):  # type: ignore[no-untyped-def]
 
 
 @_operation(f32x16, mask16, f32x16, f32x16)
-def select(builder, values):  # type: ignore[no-untyped-def]
+def select(builder, values):
     return builder.select(*values)
 
 
 @_operation(f32x16, types.int64, types.int64)
-def load_first(builder, values):  # type: ignore[no-untyped-def]
+def load_first(builder, values):
     """The first ``count`` lanes from memory, zeros in the others."""
     pointer = _pointer(builder, values[0], _F32V)
     name = "llvm.masked.load.v16f32.p0"
@@ -362,7 +363,7 @@ def load_first(builder, values):  # type: ignore[no-untyped-def]
 
 
 @_operation(types.void, types.int64, f32x16, types.int64)
-def store_first(builder, values):  # type: ignore[no-untyped-def]
+def store_first(builder, values):
     """The first ``count`` lanes to memory."""
     pointer = _pointer(builder, values[0], _F32V)
     mask = _first(builder, values[2])
@@ -376,12 +377,12 @@ def _first(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
 
 
 @_operation(types.float32, f32x16)
-def first_lane(builder, values):  # type: ignore[no-untyped-def]
+def first_lane(builder, values):
     return builder.extract_element(values[0], _I32(0))
 
 
 @_operation(mask16, f32x16, f32x16)
-def less(builder, values):  # type: ignore[no-untyped-def]
+def less(builder, values):
     return builder.fcmp_ordered("<", *values)
 
 
@@ -389,23 +390,23 @@ def less(builder, values):  # type: ignore[no-untyped-def]
 
 
 @_operation(i32x16, types.int64)
-def splat_i32(builder, values):  # type: ignore[no-untyped-def]
+def splat_i32(builder, values):
     return _splat(builder, builder.trunc(values[0], _I32), LANES)
 
 
 @_operation(i32x16, types.int64)
-def broadcast_i32(builder, values):  # type: ignore[no-untyped-def]
+def broadcast_i32(builder, values):
     """The four bytes at an address in every lane."""
     return _splat(builder, builder.load(_pointer(builder, values[0], _I32), align=1), LANES)
 
 
 @_operation(i32x16, i32x16, i32x16)
-def add_i32(builder, values):  # type: ignore[no-untyped-def]
+def add_i32(builder, values):
     return builder.add(*values)
 
 
 @_operation(i32x16, i32x16, i32x16)
-def mul_i32(builder, values):  # type: ignore[no-untyped-def]
+def mul_i32(builder, values):
     return builder.mul(*values)
 
 
@@ -423,29 +424,29 @@ load_i8_lanes = _byte_lanes("load_i8_lanes", "sext")
 
 
 @_operation(types.void, types.int64, i32x16)
-def store_i8_lanes(builder, values):  # type: ignore[no-untyped-def]
+def store_i8_lanes(builder, values):
     """The low byte of each lane, 16 bytes."""
     stored = ir.VectorType(_I8, LANES)
     builder.store(builder.trunc(values[1], stored), _pointer(builder, values[0], stored), align=1)
 
 
 @_operation(types.int64, i32x16)
-def sum_i32(builder, values):  # type: ignore[no-untyped-def]
+def sum_i32(builder, values):
     return builder.sext(_fold(builder, values[0], builder.add), ir.IntType(64))
 
 
 @_operation(u8x64, types.int64)
-def load_bytes(builder, values):  # type: ignore[no-untyped-def]
+def load_bytes(builder, values):
     return builder.load(_pointer(builder, values[0], _I8V), align=1)
 
 
 @_operation(u8x64, u8x64)
-def low_nibbles(builder, values):  # type: ignore[no-untyped-def]
+def low_nibbles(builder, values):
     return builder.and_(values[0], _constant(_I8, 64, 15))
 
 
 @_operation(u8x64, u8x64)
-def high_nibbles(builder, values):  # type: ignore[no-untyped-def]
+def high_nibbles(builder, values):
     return builder.lshr(values[0], _constant(_I8, 64, 4))
 
 
@@ -465,12 +466,12 @@ bit_pair_0, bit_pair_2, bit_pair_4, bit_pair_6 = (_bit_pair(shift) for shift in 
 
 
 @_operation(u8x64, u8x64, u8x64)
-def or_bytes(builder, values):  # type: ignore[no-untyped-def]
+def or_bytes(builder, values):
     return builder.or_(*values)
 
 
 @_operation(i32x16, i32x16, u8x64, i32x16)
-def dot4(builder, values):  # type: ignore[no-untyped-def]
+def dot4(builder, values):
     """sum + Σ₄ u8·s8 by 32-bit lane; exact on every target."""
     total, unsigned, signed = values
     if simd_level() == "avx512":

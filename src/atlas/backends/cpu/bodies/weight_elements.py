@@ -7,8 +7,8 @@ import numpy as np
 
 from atlas.backends.cpu.bodies.simd import (
     device,
-    load_f16_scalar,
     load_bf16_scalar,
+    load_f16_scalar,
     load_f32,
     load_i8,
     load_u8,

@@ -1,0 +1,44 @@
+"""``atlas generate``: complete a prompt, writing the text as it comes."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any, cast
+
+import click
+
+from atlas.cli.options import (
+    LOADING_NAMES,
+    debug_option,
+    given,
+    load_engine,
+    loading_options,
+    quiet_option,
+)
+from atlas.cli.sampling_options import sampling_options, sampling_params
+
+
+@click.command()
+@click.option("--model", default="smollm2", show_default=True, help="File, folder, id or name.")
+@click.option("--chat", is_flag=True, help="Send PROMPT as a user's message, in chat format.")
+@sampling_options
+@loading_options
+@quiet_option
+@debug_option
+@click.argument("prompt")
+@click.pass_context
+def generate(
+    context: click.Context, model: str, prompt: str, chat: bool, quiet: bool, **_: Any
+) -> None:
+    """Write a completion of PROMPT to standard output. A PROMPT of - is read from there."""
+    text = click.get_text_stream("stdin").read() if prompt == "-" else prompt
+    params = sampling_params(context)
+    with load_engine(model, given(context, LOADING_NAMES), quiet=quiet) as engine:
+        if chat:
+            deltas = engine.stream_chat([{"role": "user", "content": text}], params)
+        else:
+            deltas = engine.stream(text, params)
+        with closing(cast("Any", deltas)):
+            for delta in deltas:
+                click.echo(delta.text, nl=False)
+        click.echo()
