@@ -131,12 +131,20 @@ class Detokenizer:
         Leave out the text of special tokens.
     continues : bool
         The ids continue an earlier text, so a leading space is text and is kept.
+    vocab_size : int
+        Ids below it that the tokenizer lacks have no text: models pad their vocabulary.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        continues: bool = False,
+        vocab_size: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._skipped = tokenizer.special_token_ids if skip_special else frozenset[int]()
         self._strips = tokenizer.strips_first_space and not continues
         self._at_start = True
@@ -155,6 +163,8 @@ class Detokenizer:
         TokenizerError
             If the id is not in the vocabulary; nothing is changed.
         """
+        if token_id not in self._tokenizer.tokens and 0 <= token_id < self._vocab_size:
+            return ""
         piece = self._tokenizer.token_bytes(token_id)
         if not piece or token_id in self._skipped:
             return ""
@@ -175,6 +185,7 @@ class Detokenizer:
         """Return an independent detokenizer in the same state."""
         twin = object.__new__(Detokenizer)
         twin._tokenizer = self._tokenizer
+        twin._vocab_size = self._vocab_size
         twin._skipped = self._skipped
         twin._strips = self._strips
         twin._at_start = self._at_start

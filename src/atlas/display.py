@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 def is_interactive() -> bool:
     """Whether somebody watches: standard error is a terminal, or this is a notebook kernel."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return is_terminal or "ipykernel" in sys.modules
 
 
 class LoadProgress:
@@ -41,7 +42,7 @@ class LoadProgress:
                 TextColumn("{task.description}"),
                 BarColumn(),
                 DownloadColumn(binary_units=True),
-                console=Console(stderr="ipykernel" not in sys.modules),
+                console=Console(stderr=True),
                 transient=True,
             )
             self._bar.start()

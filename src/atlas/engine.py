@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from atlas.backends.cpu.sampling import CompiledWeights
@@ -18,6 +18,7 @@ from atlas.errors import (
     ClosedError,
     InvalidArgumentError,
     PromptTooLongError,
+    StaleHandleError,
     TokenizerError,
 )
 from atlas.generation import Generation
@@ -83,8 +84,12 @@ class Engine:
         quantize: Literal["q8_0", "q4_0"] | None = None,
         quiet: bool | None = None,
     ) -> None:
+        if not isinstance(model, str | os.PathLike):
+            raise InvalidArgumentError(f"model is {model!r}; allowed: a name or a path")
         if device not in ("auto", "cpu"):
             raise InvalidArgumentError(f"device is {device!r}; allowed: 'auto', 'cpu'")
+        if quiet not in (None, True, False):
+            raise InvalidArgumentError(f"quiet is {quiet!r}; allowed: True, False, None")
         options = LoadOptions(
             dtype=dtype,
             kv_dtype=kv_dtype,
@@ -95,7 +100,6 @@ class Engine:
         )
         started = time.perf_counter()
         location = locate(model)
-        self._closed = False
         self._lock = threading.RLock()
         with open_checkpoint(location) as checkpoint, LoadProgress(checkpoint, quiet) as progress:
             self.path = checkpoint.path
@@ -108,7 +112,11 @@ class Engine:
             self._loaded = load_model(
                 checkpoint, options, on_progress=progress.advance, on_compile=progress.compiling
             )
-            self._weights = CompiledWeights(self._loaded.core.runtime.device.compiler)
+            try:
+                self._weights = CompiledWeights(self._loaded.core.runtime.device.compiler)
+            except BaseException:
+                self._loaded.core.close()
+                raise
         self.options = options
         self.load_s = time.perf_counter() - started
         self._chat: ChatTemplate | None = None
@@ -130,6 +138,7 @@ class Engine:
         TokenizerError
             The model came without one; prompts of token ids still work.
         """
+        self._require_open()
         if self._tokenizer is None:
             raise TokenizerError(
                 f"{self.path} has no tokenizer files; allowed: prompts of token ids"
@@ -328,9 +337,8 @@ class Engine:
 
     def _free(self, seq: SequenceState) -> None:
         """Give a sequence's blocks back; after close there is nothing left to give back."""
-        if not self._closed and os.getpid() == self._loaded.core.pid:
-            with self._driving() as model:
-                model.lifecycle.free_sequence(seq)
+        with suppress(ClosedError, StaleHandleError), self._driving() as model:
+            model.lifecycle.free_sequence(seq)
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -363,6 +371,8 @@ class Engine:
         """A prompt as token ids: not empty, in the vocabulary, and within ``max_seq_len``."""
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, bytes | bytearray):
+            raise InvalidArgumentError("a prompt is bytes; allowed: str or token ids")
         else:
             ids = [int(i) for i in self._loaded.core.token_array(prompt, "the prompt")]
         if not ids:
@@ -385,21 +395,22 @@ class Engine:
     @contextmanager
     def _driving(self) -> Iterator[Model]:
         """The engine's turn on the model, from whatever thread."""
+        self._require_open()  # before the lock, which may be held for ever in a forked child
         with self._lock:
             self._require_open()
             with self._loaded.core.driven_here():
                 yield self._loaded.model
 
     def _require_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this engine was closed")
         self._loaded.core.require_alive()
 
     def close(self) -> None:
-        """Release threads, weights and caches. Idempotent; later calls raise ClosedError."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
+        """Release threads, weights and caches. Idempotent; later calls raise ClosedError.
+
+        In a forked child nothing happens: what the engine holds is the parent's.
+        """
+        if self._loaded.core.lifetime.in_own_process:
+            with self._lock:
                 self._loaded.core.close()
 
     def __enter__(self) -> Engine:
@@ -424,8 +435,14 @@ class Engine:
             f"{plan.kv_pool / 2**20:.0f} MiB KV ({self._loaded.kv_dtype})",
             "sequence": f"up to {self.max_seq_len} positions",
             "device": f"{self._loaded.core.runtime.fingerprint}, {self.options.threads} threads",
-            "state": "closed" if self._closed else "open",
+            "state": self._state(),
         }
+
+    def _state(self) -> str:
+        lifetime = self._loaded.core.lifetime
+        if not lifetime.in_own_process:
+            return "of the parent process"
+        return "closed" if lifetime.closed else "open"
 
     def __repr__(self) -> str:
         about = self.describe()
@@ -445,14 +462,19 @@ def _is_single(prompts: object) -> bool:
     """Whether the argument of ``generate`` is one prompt: a text, or ids."""
     if isinstance(prompts, str):
         return True
-    if isinstance(prompts, bytes) or not hasattr(prompts, "__len__"):
+    if not _is_sequence(prompts) or isinstance(prompts, bytes | bytearray):
         raise InvalidArgumentError(
             f"prompts is a {type(prompts).__name__}; allowed: str, token ids, or a list of these"
         )
     items = list(prompts)  # type: ignore[call-overload]
     if not items:
         raise InvalidArgumentError("prompts is empty; allowed: a prompt of one token or more")
-    nested = [isinstance(item, str) or hasattr(item, "__len__") for item in items]
+    nested = [_is_sequence(item) for item in items]
     if any(nested) != all(nested):
         raise InvalidArgumentError("prompts mix token ids with prompts; allowed: one or the other")
     return not nested[0]
+
+
+def _is_sequence(item: object) -> bool:
+    """Lists, tuples, texts, and arrays or tensors with an axis; no sets, mappings or iterators."""
+    return isinstance(item, Sequence) or getattr(item, "ndim", 0) > 0

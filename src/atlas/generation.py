@@ -80,6 +80,8 @@ class Generation:
                 params.stop_strings if not params.min_tokens else (),
                 include_stop=params.include_stop,
                 skip_special=params.skip_special,
+                continues=True,  # the prompt comes before
+                vocab_size=vocab_size,
             )
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -99,8 +101,10 @@ class Generation:
     def choose(self, model: Model, view: LogitsView) -> Sampled:
         """The next token from a view of one row: on the device where that suffices."""
         if self._needs_logits:
-            position = self.num_prompt_tokens + self.num_tokens
-            return self._sampler.sample(view.numpy()[0], position)
+            row = view.numpy()[0]
+            if self.params.logits_processor is not None:
+                row = row.copy()  # the user's code may run this engine, which reuses the arena
+            return self._sampler.sample(row, self.num_prompt_tokens + self.num_tokens)
         return Sampled(model.logits.argmax(view))
 
     def push(self, sampled: Sampled) -> Delta:
@@ -180,4 +184,3 @@ class Generation:
             logprobs,
             self.error,
         )
-

@@ -169,7 +169,7 @@ class TextStream:
     stops : iterable of str
     include_stop : bool
         Keep the stop string at the end of the text (and the tokens that end within it).
-    skip_special, continues : bool
+    skip_special, continues, vocab_size
         As in `Detokenizer`.
     """
 
@@ -181,8 +181,11 @@ class TextStream:
         include_stop: bool = False,
         skip_special: bool = True,
         continues: bool = False,
+        vocab_size: int = 0,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special, continues=continues)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special=skip_special, continues=continues, vocab_size=vocab_size
+        )
         self._matcher = StopMatcher(stops)
         self._include_stop = include_stop
         self._num_decoded = 0  # characters

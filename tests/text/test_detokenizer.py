@@ -129,3 +129,13 @@ def test_byte_alphabet_is_the_librarys() -> None:
     assert sorted(alphabet) == sorted(pre_tokenizers.ByteLevel.alphabet())
     assert sorted(alphabet.values()) == list(range(256))
     assert alphabet["Ġ"] == 0x20
+
+
+def test_ids_of_a_padded_vocabulary_have_no_text(tokenizer: Tokenizer) -> None:
+    size = max(tokenizer.tokens) + 1
+    stream = Detokenizer(tokenizer, vocab_size=size + 8)
+    assert stream.push(size + 7) == ""
+    with pytest.raises(TokenizerError, match="vocabulary"):
+        stream.push(size + 8)
+    with pytest.raises(TokenizerError, match="vocabulary"):
+        Detokenizer(tokenizer).push(size)

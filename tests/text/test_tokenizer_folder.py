@@ -188,6 +188,14 @@ def test_models_that_know_control_tokens_as_words_do_not_give_them(
     assert ours.encode("hi") == library.encode("hi").ids
 
 
+def test_unknown_characters_give_the_unknown_token(tmp_path: Path) -> None:
+    library = unigram_library()
+    library.add_special_tokens([AddedToken("<unk>", special=True)])
+    ours = Tokenizer.from_folder(write_folder(tmp_path, library, unk_token="<unk>"))
+    assert ours.encode("hi語") == library.encode("hi語").ids
+    assert 0 in ours.encode("語")
+
+
 def test_add_bos_token_decides_over_the_post_processor(tmp_path: Path, folder: Path) -> None:
     library = bos_processor(byte_level_library())
     bos, eos = library.token_to_id("<s>"), library.token_to_id("</s>")

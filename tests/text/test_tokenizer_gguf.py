@@ -14,7 +14,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers import pre_tokenizers
 
 from atlas.errors import TokenizerError
-from atlas.tokenizer import PRE_TOKENIZERS, Tokenizer
+from atlas.pre_tokenizers import PRE_TOKENIZERS
+from atlas.tokenizer import Tokenizer
 from tests.text.vocabularies import (
     CHAT_TOKENS,
     TEXTS,
@@ -122,6 +123,20 @@ def test_sentencepiece_control_pieces_are_text_to_users(spm: Tokenizer) -> None:
     assert ids == [1, *sentencepiece_model().encode(text)]
     assert not set(ids[1:]) & spm.special_token_ids
     assert spm.decode(ids, skip_special=True) == text
+
+
+def test_unknown_characters_without_byte_tokens() -> None:
+    metadata = sentencepiece_metadata(unknown_token_id=None)
+    bytes_from = metadata["tokenizer.ggml.tokens"].index("<0x00>")
+    for i in range(256):
+        metadata["tokenizer.ggml.tokens"][bytes_from + i] = f"gone {i}"
+        metadata["tokenizer.ggml.token_type"][bytes_from + i] = 5
+    tokenizer = Tokenizer.from_gguf(metadata)
+    ids = tokenizer.encode("a ⚗⚗ b", add_special=False)
+    assert ids.count(0) == 1  # a run of unknown characters is one token, as in sentencepiece
+    metadata["tokenizer.ggml.token_type"][0] = 3
+    with pytest.raises(TokenizerError, match="neither an unknown token nor all byte tokens"):
+        Tokenizer.from_gguf(metadata)
 
 
 def test_space_prefix_can_be_off() -> None:
