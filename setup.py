@@ -1,4 +1,4 @@
-"""Cython extensions and the two packages that live outside src/: everything else is pyproject.toml."""
+"""The Cython extensions, and the packages outside src/; everything else is pyproject.toml."""
 
 from pathlib import Path
 
@@ -18,6 +18,7 @@ NATIVE = [
 setup(
     packages=[*find_packages("src"), "atlas_kernels", "atlas.include"],
     package_dir={"": "src", "atlas_kernels": "kernels", "atlas.include": "include"},
+    include_package_data=False,  # MANIFEST.in is for the sdist
     package_data={
         "atlas": ["py.typed"],
         "atlas._native": ["*.pxd", "*.pyi"],

@@ -1,5 +1,5 @@
 """Numba CUDA kernels of Atlas.
 
-The package imports nothing of ``atlas``. It is empty until the CUDA backend lands: every kernel
-that exists today runs on the CPU and lives in ``atlas.backends.cpu``.
+The package imports nothing of ``atlas``, and importing it loads no CUDA library: its modules are
+imported to be compiled.
 """

@@ -1,6 +1,6 @@
-"""Test options: ``--noop GROUP.METHOD`` asks whether tests notice a method that does nothing.
+"""Shared fixtures, and ``--noop GROUP.METHOD``: do tests notice a method that does nothing?
 
-With it the method's implementations are replaced by no-ops, only the tests that declare the row
+With that option the method's implementations are replaced by no-ops, only the tests that declare the row
 (``@pytest.mark.contract``) run, and the run succeeds exactly when each of them fails.
 """
 
@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 
 import atlas.model
 from atlas.model import GROUPS, Unavailable
+
+if TYPE_CHECKING:
+    from tests.helpers.reference import ReferenceModel
 
 
 def implementing_classes(group: str) -> list[type]:
@@ -108,3 +113,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def implementing_classes_fixture() -> object:
     """Give tests the search for implementing classes."""
     return implementing_classes
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ReferenceModel]:
+    """``reference(name)``: transformers' tiny model of that name, built once per session."""
+    from tests.helpers.reference import build  # torch is slow to import, few tests need it
+
+    built: dict[str, ReferenceModel] = {}
+
+    def get(name: str) -> ReferenceModel:
+        if name not in built:
+            built[name] = build(name, tmp_path_factory.mktemp(name))
+        return built[name]
+
+    return get

@@ -38,12 +38,13 @@ class LoadProgress:
             from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+            console = Console(stderr=True)
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
                 DownloadColumn(binary_units=True),
-                console=Console(stderr=True),
-                transient=True,
+                console=console,
+                transient=console.is_terminal,  # a log keeps the last state
             )
             self._bar.start()
             self._task = self._bar.add_task("loading weights", total=self._total)

@@ -414,6 +414,7 @@ class Engine:
                 self._loaded.core.close()
 
     def __enter__(self) -> Engine:
+        self._require_open()
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -144,7 +144,11 @@ class Generation:
     def _delta(self, text: str) -> Delta:
         """Everything that has become final since the last delta."""
         if self._text is not None and self.finished:
-            text += self._text.finish().text
+            rest = self._text.finish()
+            text += rest.text
+            if rest.stop is not None and self.finish_reason in ("length", "stop"):
+                # The bytes that were held became the stop's last character.
+                self.finish_reason, self.stop_reason = "stop", rest.stop
         self._pieces.append(text)
         final = self._num_final()
         ids = tuple(self._tokens[self._num_given : final])

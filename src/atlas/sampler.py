@@ -185,8 +185,11 @@ class Sampler:
             for token_id in cast(Iterable[int], ids):
                 if not 0 <= token_id < size:
                     raise InvalidArgumentError(f"{name} is {token_id}; allowed: 0 … {size - 1}")
-        if params.logprobs is not None and params.logprobs > size:
-            raise InvalidArgumentError(f"logprobs is {params.logprobs}; allowed: 0 … {size}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > size:
+                raise InvalidArgumentError(
+                    f"{name} is {getattr(params, name)}; allowed: 0 … {size}"
+                )
 
     @property
     def output_ids(self) -> list[int]:

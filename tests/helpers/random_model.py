@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from atlas.architectures import expected_weights
 from atlas.config import ModelConfig, MoeConfig
 from atlas.model.load import LoadedModel, LoadOptions, load_model
-from atlas.ops.blocks import FORMATS, HostMatrix
+from atlas.ops.blocks import FORMATS, HostMatrix, quantize
 from tests.ops.cases import random_matrix
 
 _DENSE = ModelConfig(
@@ -34,7 +34,8 @@ _DENSE = ModelConfig(
     max_seq_len=1024,
     qkv_bias=True,
 )
-_WIDE = replace(_DENSE, hidden_size=256, head_dim=64, intermediate_size=256)  # whole blocks of 256
+# Whole blocks of 256; q and k normalised, because random blocks hold large weights.
+_WIDE = replace(_DENSE, hidden_size=256, head_dim=64, intermediate_size=256, qk_norm=True)
 _GEMMA = {
     "num_layers": 3,
     "windows": (7, None, 40),
@@ -77,22 +78,30 @@ class RandomCheckpoint:
         self._shapes = expected_weights(config)
 
     @property
+    def identity(self) -> tuple[tuple[str, int, int], ...]:
+        return ((f"random {self._format}", self._seed, 0),)
+
+    @property
     def nbytes(self) -> int:
         return sum(4 * int(np.prod(shape)) for shape in self._shapes.values())
+
+    def stored_bytes(self, name: str) -> int:
+        return 4 * int(np.prod(self._shapes[name]))
 
     def weight_formats(self) -> dict[str, str]:
         return {name: self._format_of(name) for name in self._shapes}
 
     def matrix(self, name: str) -> HostMatrix:
         rows, cols = self._shapes[name]
-        matrix = random_matrix(self._rng(name), self._format_of(name), rows, cols)
-        if FORMATS[matrix.format].is_quantized:
-            return matrix
-        scale = np.float32(0.15)
-        if matrix.format == "bf16":
-            # Truncated products stay exact bfloat16 values of about the right size.
-            return HostMatrix("bf16", rows, cols, matrix.data - np.uint16(2 << 7))
-        return HostMatrix(matrix.format, rows, cols, matrix.data * scale.astype(matrix.data.dtype))
+        format, rng = self._format_of(name), self._rng(name)
+        if format not in ("f32", "f16", "bf16", "q8_0", "q4_0"):
+            return random_matrix(rng, format, rows, cols)
+        weights = (rng.standard_normal((rows, cols)) * 0.15).astype(np.float32)
+        if format == "bf16":
+            return HostMatrix(format, rows, cols, (weights.view(np.uint32) >> 16).astype(np.uint16))
+        if format in ("q8_0", "q4_0"):
+            return quantize(HostMatrix("f32", rows, cols, weights), format)
+        return HostMatrix(format, rows, cols, weights.astype(FORMATS[format].dtype))
 
     def vector(self, name: str) -> NDArray[np.float32]:
         (size,) = self._shapes[name]

@@ -1,6 +1,6 @@
 """Reference-counted KV blocks: which are free and how many hold each of the others."""
 
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport calloc, free, malloc
 
 from atlas.errors import InvalidArgumentError, KvExhausted, OutOfMemoryError
 
@@ -29,6 +29,8 @@ cdef class BlockPool:
     def __dealloc__(self):
         free(self._free)
         free(self._references)
+        free(self._fallen)
+        free(self._is_fallen)
 
     @property
     def num_free(self):
@@ -49,11 +51,39 @@ cdef class BlockPool:
     cdef int drop(self, uint32_t block) except -1:
         if block >= self.num_total or self._references[block] == 0:
             raise InvalidArgumentError(f"block {block} is not in use")
+        self.let_go(block)
+        return 0
+
+    cdef void hold(self, uint32_t block) noexcept nogil:
+        self._references[block] += 1
+
+    cdef void let_go(self, uint32_t block) noexcept nogil:
         self._references[block] -= 1
         if self._references[block] == 0:
             self._free[self._num_free] = block
             self._num_free += 1
+        elif self._references[block] == 1 and self._fallen != NULL and not self._is_fallen[block]:
+            self._is_fallen[block] = 1
+            self._fallen[self._num_fallen] = block
+            self._num_fallen += 1
+
+    cdef int record_fallen(self) except -1:
+        """Start to record the blocks that fall to one reference; one recorder at a time."""
+        if self._fallen != NULL:
+            raise InvalidArgumentError("this pool has a prefix cache already; allowed: one")
+        self._fallen = <uint32_t *>malloc(self.num_total * sizeof(uint32_t))
+        self._is_fallen = <uint8_t *>calloc(self.num_total, sizeof(uint8_t))
+        if self._fallen == NULL or self._is_fallen == NULL:
+            self.forget_fallen()
+            raise OutOfMemoryError(f"no memory for the tables of {self.num_total} KV blocks")
         return 0
+
+    cdef void forget_fallen(self) noexcept nogil:
+        free(self._fallen)
+        free(self._is_fallen)
+        self._fallen = NULL
+        self._is_fallen = NULL
+        self._num_fallen = 0
 
     def allocate(self, int64_t count):
         """``count`` blocks with one reference each.
@@ -81,7 +111,7 @@ cdef class BlockPool:
         """Add a reference to a block in use."""
         if block >= self.num_total or self._references[block] == 0:
             raise InvalidArgumentError(f"block {block} is not in use")
-        self._references[block] += 1
+        self.hold(block)
 
     def release(self, uint32_t block):
         """Drop a reference; the last one frees the block."""

@@ -8,7 +8,7 @@ cdef class Sequence:
     cdef readonly int64_t block_size    # tokens a block holds
     cdef readonly int64_t seq_len       # positions whose K/V is committed
     cdef public int64_t prompt_len      # positions from here on are step tokens
-    cdef public int64_t kv_valid_tokens # cap on what may be cached
+    cdef public int64_t kv_valid_tokens  # cap on what may be cached
     cdef readonly int64_t verify_rows   # K of a verify that awaits accept or free; else 0
     cdef readonly bint failed
     cdef readonly bint freed

@@ -50,7 +50,7 @@ class NetworkBuilder:
     quantize : str, optional
         Quantise the file's float matrices (the routers excepted).
     on_progress : callable, optional
-        Called with the bytes of weights just loaded, or found in memory.
+        Called with the file's bytes of each weight just loaded, or found in memory.
     """
 
     checkpoint: Checkpoint
@@ -80,6 +80,7 @@ class NetworkBuilder:
             blocks.append(self._moe(config, i) if sparse else self._mlp(config, i))
         head = embedding if config.tie_embeddings else self._packed(["head"])
         return Network(
+            weights=self.weights,
             embedding=embedding,
             embedding_scale=config.embedding_scale,
             blocks=tuple(blocks),
@@ -186,8 +187,8 @@ class NetworkBuilder:
             for name in names:
                 self.weights.formats[name] = held[key].format
                 self.checkpoint.release(name)
-        if self.on_progress is not None:
-            self.on_progress(held[key].nbytes)
+        for name in names:
+            self._report(name)
         return held[key]
 
     def _matrix(self, name: str) -> HostMatrix:
@@ -205,8 +206,13 @@ class NetworkBuilder:
             held[name] = np.ascontiguousarray(self.checkpoint.vector(name), np.float32)
             self.weights.formats[name] = "f32"
             self.checkpoint.release(name)
+        self._report(name)
         vector: Array = held[name]
         return vector
+
+    def _report(self, name: str) -> None:
+        if self.on_progress is not None:
+            self.on_progress(self.checkpoint.stored_bytes(name))
 
 
 def _as_f32(matrix: HostMatrix) -> HostMatrix:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 import click
@@ -18,6 +19,7 @@ from atlas.cli.doctor import doctor
 from atlas.cli.generate import generate
 from atlas.cli.info import info
 from atlas.cli.options import DEBUG, debug_option
+from atlas.cli.table import printable
 from atlas.errors import AtlasError
 
 _INTERRUPTED = 130  # what shells report for a process that SIGINT ended
@@ -53,7 +55,7 @@ def run(arguments: Sequence[str]) -> int:
         return done.exit_code
     except click.UsageError as error:
         where = f"; see {error.ctx.command_path} --help" if error.ctx is not None else ""
-        return _report(f"{error.format_message()}{where}", error.exit_code)
+        return _report(f"{error.format_message().rstrip('.')}{where}", error.exit_code)
     except click.ClickException as error:
         return _report(error.format_message(), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
@@ -65,13 +67,13 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         # The last frame before the process ends: any error becomes its one line here.
         if context is not None and context.meta.get(DEBUG):
-            raise
+            traceback.print_exc()
         if isinstance(error, AtlasError):
             return _report(str(error), error.code)
-        return _report(f"{type(error).__name__}: {error}; --debug shows where", AtlasError.code)
+        return _report(f"{type(error).__name__}: {error}", AtlasError.code)
     return 0
 
 
 def _report(message: str, code: int) -> int:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    click.echo(f"error: {printable(' '.join(message.split()))}", err=True)
     return code

@@ -6,8 +6,7 @@ import json
 import resource
 import statistics
 import time
-from contextlib import closing
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -44,6 +43,7 @@ _MEASURED = {
 @click.pass_context
 def bench(
     context: click.Context,
+    /,
     model: str,
     prompt_tokens: int,
     gen_tokens: int,
@@ -62,10 +62,11 @@ def bench(
         return
     from atlas.cli.table import print_rows
 
-    print_rows(
-        (name, f"{value:.1f}" if isinstance(value, float) else value, _MEASURED.get(name, ""))
-        for name, value in results.items()
-    )
+    print_rows((name, _with_unit(name, value)) for name, value in results.items())
+
+
+def _with_unit(name: str, value: Any) -> str:
+    return f"{value:.1f} {_MEASURED[name]}" if name in _MEASURED else str(value)
 
 
 def measure(engine: Engine, prompt_tokens: int, gen_tokens: int, repeats: int) -> dict[str, float]:
@@ -106,9 +107,8 @@ def _run(engine: Engine, prompt: list[int], gen_tokens: int) -> tuple[float, flo
     params = SamplingParams(max_tokens=gen_tokens, ignore_eos=True)
     started = time.perf_counter()
     first = 0.0
-    with closing(cast("Any", engine.stream(prompt, params))) as deltas:
-        for _ in deltas:
-            first = first or time.perf_counter()
+    for _ in engine.stream(prompt, params):
+        first = first or time.perf_counter()
     return first - started, time.perf_counter() - first
 
 
@@ -121,6 +121,7 @@ def settings(engine: Engine) -> dict[str, Any]:
         "file": engine.path,
         "model": about["model"],
         "weights": about["weights"],
+        "memory": about["memory"],
         "device": about["device"],
         "threads": engine.options.threads,
         "max_seq_len": engine.max_seq_len,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -34,7 +33,7 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops 
 @quiet_option
 @debug_option
 @click.pass_context
-def chat(context: click.Context, model: str, system: str | None, quiet: bool, **_: Any) -> None:
+def chat(context: click.Context, /, model: str, system: str | None, quiet: bool, **_: Any) -> None:
     """Talk to MODEL (default: smollm2). Each line of input is a message."""
     params = sampling_params(context, max_tokens=None)
     with load_engine(model, given(context, LOADING_NAMES), quiet=quiet) as engine:
@@ -95,10 +94,9 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         try:
-            with closing(cast("Any", self._engine.stream_chat(self.messages, self._params))) as all:
-                for delta in all:
-                    pieces.append(delta.text)
-                    click.echo(delta.text, nl=False)
+            for delta in self._engine.stream_chat(self.messages, self._params):
+                pieces.append(delta.text)
+                click.echo(delta.text, nl=False)
         except KeyboardInterrupt:
             click.echo(" [stopped]", err=True, nl=False)
         except AtlasError as error:

@@ -31,7 +31,7 @@ def cpu_rows() -> Iterator[tuple[str, str]]:
     from llvmlite import binding as llvm
 
     from atlas.backends.cpu.target import cpu_target
-    from atlas.model.load import available_memory
+    from atlas.model.memory import available_memory
 
     host = llvm.get_host_cpu_features()
     yield "cpu", f"{_cpu_name()} ({llvm.get_host_cpu_name()})"
@@ -85,7 +85,7 @@ def library_rows() -> Iterator[tuple[str, str]]:
 
 def cache_rows() -> Iterator[tuple[str, str]]:
     """Where compiled kernels are kept, and under which key."""
-    from atlas.backends.cpu.compiler import cache_folder, cache_key
+    from atlas.backends.cpu.code_cache import cache_folder, cache_key
 
     folder = cache_folder()
     state = "writable" if is_writable(folder) else "not writable: every process compiles anew"

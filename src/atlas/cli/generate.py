@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-from typing import Any, cast
+import sys
+from typing import Any
 
 import click
 
@@ -28,17 +28,16 @@ from atlas.cli.sampling_options import sampling_options, sampling_params
 @click.argument("prompt")
 @click.pass_context
 def generate(
-    context: click.Context, model: str, prompt: str, chat: bool, quiet: bool, **_: Any
+    context: click.Context, /, model: str, prompt: str, chat: bool, quiet: bool, **_: Any
 ) -> None:
-    """Write a completion of PROMPT to standard output. A PROMPT of - is read from there."""
-    text = click.get_text_stream("stdin").read() if prompt == "-" else prompt
+    """Write a completion of PROMPT to standard output. A PROMPT of - means standard input."""
+    text = sys.stdin.read() if prompt == "-" else prompt
     params = sampling_params(context)
     with load_engine(model, given(context, LOADING_NAMES), quiet=quiet) as engine:
         if chat:
             deltas = engine.stream_chat([{"role": "user", "content": text}], params)
         else:
             deltas = engine.stream(text, params)
-        with closing(cast("Any", deltas)):
-            for delta in deltas:
-                click.echo(delta.text, nl=False)
+        for delta in deltas:
+            click.echo(delta.text, nl=False)
         click.echo()

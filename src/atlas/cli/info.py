@@ -26,7 +26,7 @@ _BLOCK_LEN = {"b8_32": 32, "b8_16": 16}
 @loading_options
 @debug_option
 @click.pass_context
-def info(context: click.Context, model: str, **_: Any) -> None:
+def info(context: click.Context, /, model: str, **_: Any) -> None:
     """Describe MODEL: architecture, shapes, weight formats, and the memory a load takes."""
     from atlas.cli.table import print_rows
     from atlas.model.load import LoadOptions, plan_load
@@ -78,7 +78,7 @@ def architecture_rows(config: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "mlp", f"{config.intermediate_size}, {config.activation}"
     head = "head tied to the embedding" if config.tie_embeddings else "head of its own"
     yield "vocabulary", f"{config.vocab_size:,}, {head}"
-    scaling = "" if config.rope.kind == "default" else f", {config.rope.kind} scaling"
+    scaling = "" if config.rope.scaling == "none" else f", {config.rope.scaling} scaling"
     yield "context", f"{config.max_seq_len:,} positions, RoPE base {config.rope.theta:,g}{scaling}"
 
 
@@ -104,7 +104,7 @@ def _fate(stored: str, kept: str, options: LoadOptions) -> str:
 def memory_rows(plan: LoadPlan) -> Iterator[tuple[str, str]]:
     """The memory plan, part by part."""
     from atlas.cache.kv import BLOCK_SIZE
-    from atlas.model.load import available_memory
+    from atlas.model.memory import available_memory
 
     memory = plan.memory
     yield "weights", _mib(memory.weights)

@@ -16,39 +16,30 @@ if TYPE_CHECKING:
     from atlas.sampling import SamplingParams
 
 
-class IntegerOr(click.ParamType):
-    """An integer, or a word that stands for a value."""
-
-    name = "integer"
-
-    def __init__(self, word: str, meaning: str | None) -> None:
-        self.word = word
-        self.meaning = meaning
-
-    def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
-    ) -> int | str | None:
-        if value == self.word:
-            return self.meaning
-        try:
-            return int(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither an integer nor {self.word!r}", parameter, context)
+def integer_or_none(text: str) -> int | None:
+    """``none`` as None, else an integer."""
+    return None if text == "none" else _integer(text, "none")
 
 
-class TokenBias(click.ParamType):
-    """``ID=BIAS``, as (int, float)."""
+def integer_or_left(text: str) -> int | str:
+    """``left`` as it is, else an integer."""
+    return text if text == "left" else _integer(text, "left")
 
-    name = "id=bias"
 
-    def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
-    ) -> tuple[int, float]:
-        token_id, _, bias = str(value).partition("=")
-        try:
-            return int(token_id), float(bias)
-        except ValueError:
-            self.fail(f"{value!r} is not of the form ID=BIAS", parameter, context)
+def token_bias(text: str) -> tuple[int, float]:
+    """``ID=BIAS`` as its two numbers."""
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not of the form ID=BIAS") from None
+
+
+def _integer(text: str, word: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is neither an integer nor {word!r}") from None
 
 
 NOT_OFFERED = {
@@ -64,7 +55,7 @@ _OPTIONS = (
     click.option(
         "-n",
         "--max-tokens",
-        type=IntegerOr("none", None),
+        type=integer_or_none,
         metavar="N|none",
         help="Output tokens at most; none: until the model stops.",
     ),
@@ -93,7 +84,7 @@ _OPTIONS = (
     ),
     click.option(
         "--logit-bias",
-        type=TokenBias(),
+        type=token_bias,
         multiple=True,
         metavar="ID=BIAS",
         help="Added to a token's logit; may be repeated.",
@@ -121,7 +112,7 @@ _OPTIONS = (
     click.option("--seed", type=int, help="Of the random draws; default: a new one each time."),
     click.option(
         "--truncate-prompt",
-        type=IntegerOr("left", "left"),
+        type=integer_or_left,
         metavar="N|left",
         help="Keep the last N prompt tokens, or as many as fit.",
     ),

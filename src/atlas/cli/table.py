@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
+import click
+
 _WIDE = 200  # columns for pipes and files, where nothing should wrap
 
 
-def print_rows(rows: Iterable[tuple[object, ...]]) -> None:
-    """Print rows as aligned columns, the first one bold.
+def print_rows(rows: Iterable[tuple[str, object]]) -> None:
+    """Print names and values in two columns.
 
     Values may come from a model file: characters that could steer a terminal are shown escaped.
     """
@@ -18,10 +20,13 @@ def print_rows(rows: Iterable[tuple[object, ...]]) -> None:
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
-    for first, *rest in rows:
-        cells = [Text(printable(str(cell))) for cell in rest]
-        table.add_row(Text(printable(str(first)), style="bold"), *cells)
-    Console(width=None if sys.stdout.isatty() else _WIDE).print(table)
+    for name, value in rows:
+        table.add_row(Text(printable(name), style="bold"), Text(printable(str(value))))
+    console = Console(width=None if sys.stdout.isatty() else _WIDE)
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        click.echo(line.rstrip())
 
 
 def printable(text: str) -> str:

@@ -17,8 +17,12 @@ class Block(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Network:
-    """A decoder-only transformer."""
+    """A decoder-only transformer.
 
+    ``weights`` owns the arrays of all layers; while it lives, other models may share them.
+    """
+
+    weights: object
     embedding: Any
     embedding_scale: float
     blocks: tuple[Block, ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,8 @@ from atlas._native.block_pool import BlockPool
 from atlas.cache.kv import KvPools
 from atlas.config import ModelConfig
 from atlas.errors import (
-    ClosedError,
     InvalidArgumentError,
+    ModelBusyError,
     PromptTooLongError,
     SequenceStateError,
     StaleHandleError,
@@ -26,6 +25,7 @@ from atlas.errors import (
 from atlas.layers.network import Network
 from atlas.layers.step import StepBuffers, StepShape
 from atlas.model.batch import Batch, RowKind, Window
+from atlas.model.lifetime import Lifetime
 from atlas.model.logits_view import LogitsArena, LogitsView
 from atlas.model.sequence import SequenceState
 
@@ -80,24 +80,19 @@ class ModelCore:
         self.buffers = buffers
         self.limits = limits
         self.blocks = BlockPool(pools.num_blocks)
-        self.arena = LogitsArena(buffers.logits, self.require_alive)
+        self.lifetime = Lifetime()
+        self.arena = LogitsArena(buffers.logits, self.lifetime.require)
         self.key = object()
         self.streams: set[int] = {0}
         self.last_decode: tuple[int, int] | None = None  # (arena generation, rows)
         self._thread = threading.get_ident()
-        self.pid = os.getpid()
-        self._closed = False
+        self._driver: int | None = None  # thread of an engine's step that is under way
 
     # -- who may call -------------------------------------------------------------------------
 
     def require_alive(self) -> None:
         """Raise when the model was closed or belongs to a parent process."""
-        if self._closed:
-            raise ClosedError("this model was closed")
-        if os.getpid() != self.pid:
-            raise StaleHandleError(
-                "this model belongs to the parent process; make a new engine after a fork"
-            )
+        self.lifetime.require()
 
     def enter(self, *seqs: SequenceState) -> None:
         """Check the calling thread and the sequences of a call."""
@@ -114,22 +109,30 @@ class ModelCore:
     def driven_here(self) -> Iterator[None]:
         """Let the calling thread drive the model for a while (the engine's lock is held)."""
         self.require_alive()
-        before, self._thread = self._thread, threading.get_ident()
+        before = self._thread, self._driver
+        self._thread = self._driver = threading.get_ident()
         try:
             yield
         finally:
-            self._thread = before
+            self._thread, self._driver = before
 
     def bind_to_thread(self) -> None:
         """Make the calling thread the one that drives the model."""
         self.require_alive()
+        if self._driver not in (None, threading.get_ident()):
+            raise ModelBusyError("an engine drives this model in another thread right now")
         self._thread = threading.get_ident()
 
     def close(self) -> None:
-        """End the backend; later calls raise ClosedError. Refused in the middle of a step."""
-        if not self._closed:
+        """End the backend and let go of all memory; later calls raise ClosedError.
+
+        Refused in the middle of a step.
+        """
+        if not self.lifetime.closed:
             self.runtime.close()
-            self._closed = True
+            self.lifetime.closed = True
+            self.arena.drop()
+            del self.network, self.pools, self.buffers
 
     # -- arguments ----------------------------------------------------------------------------
 
@@ -280,9 +283,7 @@ class ModelCore:
         self.arena.overwrite(shape.first_logits, shape.logits)
         self.runtime.run(self.network, buffers, shape)
 
-    def commit(
-        self, seq: SequenceState, ids: Ints, kind: RowKind, verify_rows: int = 0
-    ) -> None:
+    def commit(self, seq: SequenceState, ids: Ints, kind: RowKind, verify_rows: int = 0) -> None:
         """Advance a sequence over rows that ran."""
         seq.native.advance(ids, verify_rows)
         if kind == "prompt":

@@ -312,6 +312,7 @@ class DenseForward(ModelForward):
 
     @property
     def kv_block_size(self) -> int | None:
+        self._core.require_alive()
         return self._core.pools.block_size
 
     def prefill_tail_split(self, tokens: TokenIds) -> int | None:

@@ -281,14 +281,17 @@ class DenseLifecycle(ModelLifecycle):
 
     @property
     def num_free_blocks(self) -> int:
+        self._core.require_alive()
         return self._core.blocks.num_free
 
     @property
     def num_total_blocks(self) -> int:
+        self._core.require_alive()
         return self._core.blocks.num_total
 
     @property
     def kv_block_bytes(self) -> int:
+        self._core.require_alive()
         return self._core.pools.block_bytes
 
     def teardown(self) -> None:

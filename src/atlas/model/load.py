@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import prod
+from numbers import Integral
 from typing import Literal
 
 from atlas.architectures.decoder import NetworkBuilder, Quantize
@@ -15,22 +15,25 @@ from atlas.backends.cpu.runtime import CpuRuntime
 from atlas.backends.cpu.target import simd_level
 from atlas.cache.kv import BLOCK_SIZE, allocate_pools, kv_block_bytes
 from atlas.errors import InvalidArgumentError, OutOfMemoryError
-from atlas.layers.step import allocate, buffer_shapes
+from atlas.layers.step import StepShape, allocate, buffer_shapes
 from atlas.model import Model
 from atlas.model.core import Limits, ModelCore
 from atlas.model.forward import DenseForward
 from atlas.model.lifecycle import DenseLifecycle
 from atlas.model.logits import DenseLogits
+from atlas.model.memory import MemoryPlan
 from atlas.model.records import metadata_rows
 from atlas.model.streams import DenseStreams
 from atlas.model.verify import DenseVerify
 from atlas.ops.blocks import FORMATS
 from atlas.weights.checkpoint import Checkpoint
+from atlas.weights.packed_weights import PackedWeights, packed_weights
 
 _DEFAULT_SEQ_LEN = 8192
 _MAX_ROWS = 512
 _LOGITS_ROWS = 64
 _MAX_SEQS = 48
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +70,20 @@ class LoadOptions:
         _one_of("quantize", self.quantize, (None, "q8_0", "q4_0"))
         for name in ("threads", "max_seq_len", "kv_tokens", "max_step_tokens"):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and (not whole or value < 1):
+            if value is None and name in ("max_seq_len", "kv_tokens"):
+                continue
+            whole = isinstance(value, Integral) and not isinstance(value, bool)
+            if not whole or value < 1:
                 raise InvalidArgumentError(f"{name} is {value!r}; allowed: an integer of 1 or more")
+            object.__setattr__(self, name, int(value))
+        if self.threads > MAX_THREADS:
+            raise InvalidArgumentError(
+                f"threads is {self.threads}; allowed: 1 … {MAX_THREADS}"
+            )
         if self.dtype == "float32" and self.quantize is not None:
             raise InvalidArgumentError(
                 f"dtype 'float32' and quantize {self.quantize!r} contradict each other"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Bytes a loaded model takes, before anything is allocated where possible."""
-
-    weights: int
-    kv_pool: int
-    buffers: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.kv_pool + self.buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +144,29 @@ def load_model(
     Raises
     ------
     OutOfMemoryError
-        The plan exceeds the memory that is free; nothing was allocated.
+        The plan exceeds the memory that is free, and nothing was allocated; or an allocation
+        failed all the same.
     """
-    config = checkpoint.config
     plan = plan_load(checkpoint, options)
-    _require_memory(plan.memory)
-    limits = plan.limits
+    weights = packed_weights(_weights_key(checkpoint, options))
+    plan.memory.require_room(held=weights.nbytes)
+    try:
+        return _load(checkpoint, options, plan, weights, on_progress, on_compile)
+    except OutOfMemoryError:
+        raise
+    except MemoryError as error:
+        raise plan.memory.refusal(str(error) or "an allocation failed") from error
+
+
+def _load(
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    plan: LoadPlan,
+    weights: PackedWeights,
+    on_progress: Callable[[int], None] | None,
+    on_compile: Callable[[str], None] | None,
+) -> LoadedModel:
+    config, limits = checkpoint.config, plan.limits
     pools = allocate_pools(config, plan.num_blocks, plan.kv_dtype)
     buffers = allocate(plan.buffer_shapes)
     runtime = CpuRuntime(options.threads, on_compile)
@@ -162,12 +175,14 @@ def load_model(
             checkpoint,
             pools,
             runtime.pack,
+            weights,
             limits.max_seq_len,
             widen=options.dtype == "float32",
             quantize=options.quantize,
             on_progress=on_progress,
         )
         network = builder.build()
+        runtime.prepare(network, buffers, [StepShape(rows, 1, 1) for rows in (limits.max_rows, 1)])
         core = ModelCore(config, network, runtime, pools, buffers, limits)
     except BaseException:
         runtime.close()
@@ -180,8 +195,8 @@ def load_model(
         streams=DenseStreams(core),
         verify=DenseVerify(core),
     )
-    memory = MemoryPlan(builder.nbytes, pools.nbytes, plan.memory.buffers)
-    return LoadedModel(model, core, memory, builder.formats, plan.kv_dtype)
+    memory = MemoryPlan(weights.nbytes, pools.nbytes, plan.memory.buffers)
+    return LoadedModel(model, core, memory, weights.formats, plan.kv_dtype)
 
 
 def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
@@ -243,40 +258,10 @@ def _kv_dtype(options: LoadOptions, checkpoint: Checkpoint) -> str:
     return "float16" if quantized else "float32"
 
 
-def _require_memory(plan: MemoryPlan) -> None:
-    """Refuse a plan larger than the memory that is available now."""
-    free = available_memory()
-    if plan.total > free:
-        raise OutOfMemoryError(
-            f"weights need {plan.weights / 2**20:.0f} MiB, the KV cache "
-            f"{plan.kv_pool / 2**20:.0f} MiB and buffers {plan.buffers / 2**20:.0f} MiB; "
-            f"{free / 2**20:.0f} MiB are free; lower kv_tokens or max_seq_len, or quantize"
-        )
-
-
-def available_memory() -> int:
-    """Bytes that can be allocated now: the system's estimate, within a cgroup's limit."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    free = int(line.split()[1]) * 1024
-    except OSError:
-        return free
-    return min(free, _cgroup_room())
-
-
-def _cgroup_room() -> int:
-    try:
-        with (
-            open("/sys/fs/cgroup/memory.max") as limit,
-            open("/sys/fs/cgroup/memory.current") as used,
-        ):
-            text = limit.read().strip()
-            return 2**63 if text == "max" else int(text) - int(used.read())
-    except OSError:
-        return 2**63
+def _weights_key(checkpoint: Checkpoint, options: LoadOptions) -> Hashable:
+    """What packed weights depend on: files, shapes, options and backend."""
+    altered = (options.dtype == "float32", options.quantize)
+    return checkpoint.identity, checkpoint.config, altered, CpuRuntime.name
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

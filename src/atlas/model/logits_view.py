@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.errors import InvalidArgumentError, ShapeError, StaleHandleError
+from atlas.errors import ClosedError, InvalidArgumentError, ShapeError, StaleHandleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +44,12 @@ class LogitsArena:
         self.overwrite(first, count)
         return LogitsView(self, first, count)
 
+    def drop(self) -> None:
+        """Let go of the memory: the model was closed."""
+        self.rows = np.empty((0, self.rows.shape[1]), np.float32)
+
     def check(self, view: LogitsView) -> None:
-        """Raise StaleHandleError unless the view's rows are those it was made for."""
+        """Raise unless the view's rows are those it was made for."""
         self._guard()
         now = self.generations[view.first_row : view.first_row + view.num_rows]
         if not np.array_equal(now, view.generations):
@@ -53,6 +57,9 @@ class LogitsArena:
                 f"logits rows {view.first_row} … {view.first_row + view.num_rows - 1} were "
                 "overwritten by a later call"
             )
+
+    def mark_read(self, view: LogitsView) -> None:
+        """The view's rows may be overwritten from now on."""
         if view.first_row < self.num_unread_decode:
             self.num_unread_decode = 0
 
@@ -103,6 +110,7 @@ class LogitsView:
     def numpy(self) -> Floats:
         """A read-only array of the rows, not a copy: later calls overwrite it unseen."""
         self._arena.check(self)
+        self._arena.mark_read(self)
         rows = self._arena.rows[self.first_row : self.first_row + self.num_rows]
         rows = rows.view()
         rows.flags.writeable = False
@@ -128,13 +136,15 @@ class LogitsView:
             self._arena.check(self)
         except StaleHandleError:
             return "stale"
+        except ClosedError:
+            return "closed"
         return "valid"
 
     def __repr__(self) -> str:
         return f"LogitsView(rows={self.num_rows}, vocabulary={self.shape[1]}, {self._state()})"
 
     def _repr_html_(self) -> str:
-        if self._state() == "stale":
+        if self._state() != "valid":
             return f"<i>{self!r}</i>"
         cells = "".join(
             "<tr><th>row {}</th>{}</tr>".format(

@@ -115,6 +115,10 @@ class Checkpoint:
             for name, source in self._sources.items()
         }
 
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of a weight in its file."""
+        return sum(self._file.tensors[tensor].nbytes for tensor in self._source(name).tensors)
+
     def matrix(self, name: str) -> HostMatrix:
         """A weight matrix: a view of the mapped file, or a copy where rows had to be gathered
         (q and k of Llama GGUF files) or stacked (experts stored one by one)."""

@@ -35,9 +35,10 @@ class PackedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
-        held = (*self.matrices.values(), *self.vectors.values())
-        return sum(item.nbytes for item in held)
+        """Bytes in memory; waits for a load in another thread."""
+        with self.lock:
+            held = (*self.matrices.values(), *self.vectors.values())
+            return sum(item.nbytes for item in held)
 
 
 _LOCK = threading.Lock()

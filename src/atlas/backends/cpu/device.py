@@ -46,8 +46,9 @@ class CpuDevice:
         return self._scratch
 
     def close(self) -> None:
-        """End the threads; idempotent."""
+        """End the threads and let go of the scratch; idempotent."""
         self.pool.close()
+        self._scratch = np.empty(0, np.uint8)
 
 
 class Queue:

@@ -45,8 +45,21 @@ class CpuRuntime:
         """Repack weights for the bodies."""
         return pack(matrices, groups)
 
+    def prepare(self, network: Network, buffers: StepBuffers, shapes: Sequence[StepShape]) -> None:
+        """Load, or compile, the bodies that steps of these shapes and greedy choice run.
+
+        Done when a model is loaded, so that compiling shows in its progress and no request waits.
+        """
+        for shape in shapes:
+            self._list(network, buffers, shape)
+        self.device.compiler.address("argmax.argmax")
+
     def run(self, network: Network, buffers: StepBuffers, shape: StepShape) -> None:
         """One sweep of ``network`` over the front of ``buffers``."""
+        self.device.pool.run(self._list(network, buffers, shape))
+
+    def _list(self, network: Network, buffers: StepBuffers, shape: StepShape) -> LaunchList:
+        """The launches of a step of this shape, recorded at its first use."""
         launches = self._recorded.get(shape)
         if launches is None:
             launches = LaunchList()
@@ -56,7 +69,7 @@ class CpuRuntime:
                 self._recorded.popitem(last=False)
         else:
             self._recorded.move_to_end(shape)
-        self.device.pool.run(launches)
+        return launches
 
     def forget_recorded(self) -> None:
         """Drop every recorded list (ops were replaced)."""
@@ -64,5 +77,5 @@ class CpuRuntime:
 
     def close(self) -> None:
         """End the threads; idempotent."""
-        self._recorded.clear()
         self.device.close()
+        self._recorded.clear()

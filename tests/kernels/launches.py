@@ -1,0 +1,92 @@
+"""How each kernel is launched: an op's arrays to a grid and arguments, for the PTX machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.kernels.ptx_machine import Memory, launch
+
+Array = np.ndarray[Any, Any]
+TYPES = ("bf16", "f32")
+
+
+def encode(values: Array, type: str) -> Array:
+    """Float32 as an activation type: bf16 as uint16, rounded to nearest even."""
+    values = np.ascontiguousarray(values, np.float32)
+    if type == "bf16":
+        bits = values.view(np.uint32).astype(np.uint64)
+        return ((bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)).astype(
+            np.uint16
+        )
+    return values.astype({"f16": np.float16, "f32": np.float32}[type])
+
+
+def decode(values: Array, type: str) -> Array:
+    """The reverse of ``encode``, exactly."""
+    if type == "bf16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+def rounded(values: Array, type: str) -> Array:
+    """Float32 values that the type represents."""
+    return decode(encode(values, type), type)
+
+
+@dataclass
+class Buffer:
+    """An array in device memory; rows may be a wider stride apart."""
+
+    address: int
+    stored: Array
+    shape: tuple[int, ...]
+    type: str
+
+    @property
+    def stride(self) -> int:
+        return self.stored.strides[0]
+
+
+@dataclass
+class Bench:
+    """Device memory, arrays put into it, and kernels run on it."""
+
+    ptx_of: Callable[[str], str]
+    memory: Memory = field(default_factory=Memory)
+
+    def put(self, values: Array, type: str, pad: int = 0) -> Buffer:
+        """Copy in, rows padded by ``pad`` elements of NaN bits."""
+        shape = values.shape
+        flat = encode(values.reshape(shape[0], -1), type)
+        wide = np.full((shape[0], flat.shape[1] + pad), -1, f"i{flat.itemsize}").view(flat.dtype)
+        wide[:, : flat.shape[1]] = flat
+        return Buffer(self.memory.put(wide), wide, shape, type)
+
+    def empty(self, shape: tuple[int, ...], type: str, pad: int = 0) -> Buffer:
+        """Room for an array, filled with NaN."""
+        return self.put(np.full(shape, np.nan, np.float32), type, pad)
+
+    def put_ints(self, values: Any) -> int:
+        """Address of an int32 array."""
+        return self.memory.put(np.asarray(values, np.int32))
+
+    def get(self, buffer: Buffer) -> Array:
+        """The array now, as float32."""
+        columns = int(np.prod(buffer.shape[1:]))
+        now = self.memory.get(buffer.address, buffer.stored)[:, :columns]
+        return decode(now, buffer.type).reshape(buffer.shape)
+
+    def run(self, name: str, grid: tuple[int, int], args: list[Any]) -> None:
+        from atlas_kernels.registry import load_table
+
+        launch(self.ptx_of(name), grid, load_table()[name].threads, args, self.memory)
+
+
+def close(got: Array, want: Array, type: str, tolerance: float) -> None:
+    """Equal within ``tolerance`` of the greatest element; in bf16 also within half a unit."""
+    bound = tolerance * np.abs(want).max() + (np.abs(want) * 2.0**-8 if type == "bf16" else 0)
+    assert (np.abs(got - want) <= bound).all(), np.abs(got - want).max()

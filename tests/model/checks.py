@@ -1,0 +1,55 @@
+"""What tests of the groups share: comparing logits, and sequences before and after a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.model import Model
+from atlas.model.logits_view import LogitsView
+from atlas.model.sequence import SequenceState
+
+PROMPT = [5, 17, 3, 99, 202, 0, 64, 31, 8, 150, 77, 12, 200, 41, 9, 110, 33, 2, 71, 190]
+OTHER = [9, 8, 7, 6, 55, 4, 3]
+
+
+def assert_logits(view: LogitsView | None, expected: NDArray[Any]) -> None:
+    """The view's rows are these, per row within 1e-4 of the greatest."""
+    assert view is not None
+    rows = np.asarray(view)
+    assert rows.shape == expected.shape
+    error = np.abs(rows - expected).max(-1) / np.abs(expected).max(-1)
+    assert error.max() <= 1e-4
+
+
+def prefilled(model: Model, tokens: Sequence[int]) -> SequenceState:
+    """A new sequence that holds a prompt."""
+    seq = model.lifecycle.alloc_sequence()
+    model.forward.prefill(tokens, seq, logits="none")
+    assert seq.seq_len == len(tokens)
+    return seq
+
+
+def state(seq: SequenceState) -> dict[str, object]:
+    """All that a call may change."""
+    return {
+        "tokens": seq.tokens.tolist(),
+        "blocks": seq.block_table.tolist(),
+        "seq_len": seq.seq_len,
+        "prompt_len": seq.prompt_len,
+        "kv_valid_tokens": seq.kv_valid_tokens,
+        "verify_rows": seq.verify_rows,
+        "status": seq.status,
+    }
+
+
+@contextmanager
+def unchanged(model: Model, *seqs: SequenceState) -> Iterator[None]:
+    """The block leaves the sequences and the pool as they were."""
+    before = [state(seq) for seq in seqs], model.lifecycle.num_free_blocks
+    yield
+    assert ([state(seq) for seq in seqs], model.lifecycle.num_free_blocks) == before
