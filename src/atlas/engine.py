@@ -23,6 +23,7 @@ from atlas.errors import (
 )
 from atlas.generation import Generation
 from atlas.model.load import LoadOptions, load_model
+from atlas.model.memory import return_freed_memory
 from atlas.request import Completion, Delta, Timings, TokenLogprob, Usage
 from atlas.sampler import score_token
 from atlas.sampling import SamplingParams
@@ -109,9 +110,11 @@ class Engine:
                 if location.kind == "gguf"
                 else load_tokenizer(location.path)
             )
+            checkpoint.forget_metadata()
             self._loaded = load_model(
                 checkpoint, options, on_progress=progress.advance, on_compile=progress.compiling
             )
+            return_freed_memory()
             try:
                 self._weights = CompiledWeights(self._loaded.core.runtime.device.compiler)
             except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from atlas.control_tokens import (
@@ -91,6 +91,39 @@ class _Metadata:
         return numbers
 
 
+class _LibraryTokens(Mapping[int, str]):
+    """Strings by id, read from the library: a second copy of a vocabulary takes megabytes.
+
+    Parameters
+    ----------
+    library : tokenizers.Tokenizer
+    hidden : mapping of id to str
+        Tokens that have another name in the library.
+    size : int
+    """
+
+    def __init__(self, library: Library, hidden: Mapping[int, str], size: int) -> None:
+        self._library = library
+        self._hidden = hidden
+        self._size = size
+
+    def __getitem__(self, token_id: int) -> str:
+        if not 0 <= token_id < self._size:
+            raise KeyError(token_id)
+        if token_id in self._hidden:
+            return self._hidden[token_id]
+        found: str | None = self._library.id_to_token(token_id)
+        if found is None:
+            raise KeyError(token_id)
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._size))
+
+    def __len__(self) -> int:
+        return self._size
+
+
 def read_metadata(metadata: Mapping[str, object]) -> Tokenizer:
     ggml = _Metadata(metadata)
     model = ggml.text("model")
@@ -117,7 +150,7 @@ def read_metadata(metadata: Mapping[str, object]) -> Tokenizer:
     special = {i for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)} | named
     control = special | {i for i, text in enumerate(strings) if CONTROL_SHAPE.fullmatch(text)}
     user_defined = {i for i, kind in enumerate(types) if kind == _USER_DEFINED} - control
-    tokens = {
+    tokens: Mapping[int, str] = {
         i: text.replace(SPACE_MARK, " ") if spm and i in user_defined else text
         for i, text in enumerate(strings)
     }
@@ -130,6 +163,8 @@ def read_metadata(metadata: Mapping[str, object]) -> Tokenizer:
         add_bos, add_space = pre.add_bos, ggml.flag("add_space_prefix", False)
         library = _bpe_library(ggml, names, pre, {tokens[i] for i in control})
     _add_user_defined(library, (names[i] for i in sorted(user_defined)))
+    hidden = {i: text for i, text in tokens.items() if text != names[i]}
+    tokens = _LibraryTokens(library, hidden, num_tokens)
     bos, eos = roles["bos"], roles["eos"]
     end_of_turn = [i for i in sorted(control) if tokens[i] in _END_OF_TURN]
     return Tokenizer(
@@ -209,6 +244,7 @@ def _bpe_library(
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
     merges = []
+    same = {name: name for name in names}  # one copy of each string
     for merge in ggml.strings("merges"):
         left, _, right = merge.partition(" ")
         if not left or not right:
@@ -216,7 +252,7 @@ def _bpe_library(
                 f"merge {merge!r:.80}; expected two tokens and a space between them"
             )
         if control.isdisjoint((left, right, left + right)):
-            merges.append((left, right))
+            merges.append((same.get(left, left), same.get(right, right)))
     with library_errors("tokenizer.ggml is damaged"):
         vocab = {name: token_id for token_id, name in enumerate(names)}
         library = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre.ignore_merges))

@@ -21,3 +21,11 @@ cdef class Sequence:
 
     cdef int require_usable(self) except -1
     cdef int trim_blocks(self, int64_t num_blocks) except -1
+    cdef int reserve_positions(self, int64_t num_positions) except -1
+    cdef int grow_block_table(self, int64_t num_blocks) except -1
+    cdef int grow_tokens(self, int64_t num_tokens) except -1
+    cdef int append(self, const int32_t *tokens, int64_t count) except -1
+    cdef int adopt_blocks(
+        self, const int32_t *tokens, int64_t num_tokens,
+        const uint32_t *blocks, int64_t num_blocks) except -1
+    cdef int rewind_to(self, int64_t new_len) except -1

@@ -86,6 +86,74 @@ cdef class Sequence:
             raise SequenceStateError(
                 f"a verify of {self.verify_rows} rows awaits accept or free")
 
+    cdef int reserve_positions(self, int64_t num_positions) except -1:
+        """What ``reserve`` does, for native callers."""
+        cdef int64_t needed = (num_positions + self.block_size - 1) // self.block_size
+        self.require_usable()
+        if needed <= self._num_blocks:
+            return 0
+        self.grow_block_table(needed)
+        self.pool.take(needed - self._num_blocks, &self._blocks[self._num_blocks])
+        self._num_blocks = needed
+        return 0
+
+    cdef int grow_block_table(self, int64_t num_blocks) except -1:
+        """Room for ``num_blocks`` entries in the table; takes no block."""
+        cdef int64_t capacity
+        cdef uint32_t *grown
+        if num_blocks > self._block_capacity:
+            capacity = max(num_blocks, 2 * self._block_capacity)
+            grown = <uint32_t *>realloc(self._blocks, capacity * sizeof(uint32_t))
+            if grown == NULL:
+                raise OutOfMemoryError(f"no memory for a table of {capacity} blocks")
+            self._blocks = grown
+            self._block_capacity = capacity
+        return 0
+
+    cdef int grow_tokens(self, int64_t num_tokens) except -1:
+        """Room for ``num_tokens`` token ids."""
+        cdef int64_t capacity
+        cdef int32_t *grown
+        if num_tokens > self._token_capacity:
+            capacity = max(64, num_tokens, 2 * self._token_capacity)
+            grown = <int32_t *>realloc(self._tokens, capacity * sizeof(int32_t))
+            if grown == NULL:
+                raise OutOfMemoryError(f"no memory for {capacity} token ids")
+            self._tokens = grown
+            self._token_capacity = capacity
+        return 0
+
+    cdef int append(self, const int32_t *tokens, int64_t count) except -1:
+        """Append ``tokens`` and commit as many positions, which are reserved already."""
+        self.grow_tokens(self._num_tokens + count)
+        if count:
+            memcpy(&self._tokens[self._num_tokens], tokens, count * sizeof(int32_t))
+        self._num_tokens += count
+        self.seq_len += count
+        self.kv_valid_tokens = self.seq_len
+        return 0
+
+    cdef int adopt_blocks(
+            self, const int32_t *tokens, int64_t num_tokens,
+            const uint32_t *blocks, int64_t num_blocks) except -1:
+        """Make an empty sequence stand after ``tokens``; takes over one reference per block."""
+        if self._num_blocks or self.seq_len:
+            raise SequenceStateError("only an empty sequence can adopt blocks")
+        self.grow_block_table(num_blocks)
+        self.append(tokens, num_tokens)
+        if num_blocks:
+            memcpy(self._blocks, blocks, num_blocks * sizeof(uint32_t))
+        self._num_blocks = num_blocks
+        return 0
+
+    cdef int rewind_to(self, int64_t new_len) except -1:
+        """What ``rewind`` does, for native callers that know ``new_len`` to be allowed."""
+        self.seq_len = new_len
+        self._num_tokens = min(self._num_tokens, new_len)
+        self.kv_valid_tokens = min(self.kv_valid_tokens, new_len)
+        self.prompt_len = min(self.prompt_len, new_len)
+        return self.trim_blocks((new_len + self.block_size - 1) // self.block_size)
+
     def reserve(self, int64_t num_positions):
         """Make room for positions 0 … num_positions - 1.
 
@@ -94,21 +162,7 @@ cdef class Sequence:
         KvExhausted
             Too few free blocks; nothing was changed.
         """
-        cdef int64_t needed = (num_positions + self.block_size - 1) // self.block_size
-        cdef int64_t capacity
-        cdef uint32_t *grown
-        self.require_usable()
-        if needed <= self._num_blocks:
-            return
-        if needed > self._block_capacity:
-            capacity = max(needed, 2 * self._block_capacity)
-            grown = <uint32_t *>realloc(self._blocks, capacity * sizeof(uint32_t))
-            if grown == NULL:
-                raise OutOfMemoryError(f"no memory for a table of {capacity} blocks")
-            self._blocks = grown
-            self._block_capacity = capacity
-        self.pool.take(needed - self._num_blocks, &self._blocks[self._num_blocks])
-        self._num_blocks = needed
+        self.reserve_positions(num_positions)
 
     def require_reserved(self, int64_t num_positions):
         """Raise unless positions 0 … num_positions - 1 have blocks."""
@@ -121,21 +175,8 @@ cdef class Sequence:
     def advance(self, int32_t[::1] tokens not None, int64_t verify_rows=0):
         """Append ``tokens`` and commit as many positions. ``verify_rows`` = K opens a verify."""
         cdef int64_t count = tokens.shape[0]
-        cdef int64_t capacity
-        cdef int32_t *grown
         self.require_reserved(self.seq_len + count)
-        if self._num_tokens + count > self._token_capacity:
-            capacity = max(64, self._num_tokens + count, 2 * self._token_capacity)
-            grown = <int32_t *>realloc(self._tokens, capacity * sizeof(int32_t))
-            if grown == NULL:
-                raise OutOfMemoryError(f"no memory for {capacity} token ids")
-            self._tokens = grown
-            self._token_capacity = capacity
-        if count:
-            memcpy(&self._tokens[self._num_tokens], &tokens[0], count * sizeof(int32_t))
-        self._num_tokens += count
-        self.seq_len += count
-        self.kv_valid_tokens = self.seq_len
+        self.append(&tokens[0] if count else NULL, count)
         self.verify_rows = verify_rows
 
     def accept(self, int64_t rows_kept):
@@ -155,11 +196,7 @@ cdef class Sequence:
         self.check()
         if not 0 <= new_len <= self.seq_len:
             raise InvalidArgumentError(f"new_len is {new_len}; allowed: 0 … {self.seq_len}")
-        self.seq_len = new_len
-        self._num_tokens = min(self._num_tokens, new_len)
-        self.prompt_len = min(self.prompt_len, new_len)
-        self.kv_valid_tokens = min(self.kv_valid_tokens, new_len)
-        self.trim_blocks((new_len + self.block_size - 1) // self.block_size)
+        self.rewind_to(new_len)
 
     def trim(self, int64_t num_blocks):
         """Return tail blocks beyond ``num_blocks`` that hold no committed position."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from atlas import pages
 from atlas.config import ModelConfig
 from atlas.layers.step import Array
 
@@ -47,7 +48,7 @@ def allocate_pools(config: ModelConfig, num_blocks: int, dtype: str) -> KvPools:
     def pool(*shape: int) -> Array:
         count = int(np.prod(shape))
         tail = _TAIL_BYTES // np.dtype(dtype).itemsize
-        return np.zeros(count + tail, dtype)[:count].reshape(shape)
+        return pages.zeros(count + tail, dtype)[:count].reshape(shape)
 
     layers = range(config.num_layers)
     return KvPools(

@@ -25,11 +25,14 @@ from atlas.errors import AtlasError
 _INTERRUPTED = 130  # what shells report for a process that SIGINT ended
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
 @click.version_option(__version__, prog_name="atlas")
 @debug_option
-def atlas() -> None:
+@click.pass_context
+def atlas(context: click.Context, /) -> None:
     """Run language models on this machine."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 for _command in (generate, chat, info, bench, doctor):

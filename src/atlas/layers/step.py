@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas import pages
 from atlas.config import ModelConfig
 
 Array = NDArray[Any]
@@ -140,7 +141,7 @@ def allocate(shapes: dict[str, tuple[int, ...]]) -> StepBuffers:
     """Zeroed buffers of these shapes; untouched pages cost no memory."""
     return StepBuffers(
         **{
-            name: np.zeros(shape, np.int32 if name in _INTEGERS else np.float32)
+            name: pages.zeros(shape, np.int32 if name in _INTEGERS else np.float32)
             for name, shape in shapes.items()
         }
     )

@@ -39,11 +39,13 @@ Ints = NDArray[np.int32]
 class Limits:
     """Sizes fixed at load.
 
-    ``max_rows`` rows in one step, ``max_seqs`` sequences in one step, ``logits_rows`` rows in the
-    arena, ``max_seq_len`` positions of a sequence.
+    ``max_rows`` rows in one step, ``piece_rows`` rows that a prefill runs at a time, ``max_seqs``
+    sequences in one step, ``logits_rows`` rows in the arena, ``max_seq_len`` positions of a
+    sequence.
     """
 
     max_rows: int
+    piece_rows: int
     max_seqs: int
     logits_rows: int
     max_seq_len: int

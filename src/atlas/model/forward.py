@@ -351,9 +351,9 @@ class DenseForward(ModelForward):
                 f"allowed: up to {core.limits.logits_rows} a call"
             )
         with core.room([seq], [chunk_len]):
-            # A window larger than a step's buffers runs in pieces: same bits, as any split.
-            for start in range(0, chunk_len, core.limits.max_rows):
-                piece = ids[start : start + core.limits.max_rows]
+            # A long window runs in pieces: same bits, as any split.
+            for start in range(0, chunk_len, core.limits.piece_rows):
+                piece = ids[start : start + core.limits.piece_rows]
                 end = start + len(piece)
                 wanted = min(len(piece), max(0, num_logits - (chunk_len - end)))
                 first = num_logits - (chunk_len - end) - wanted if wanted else 0

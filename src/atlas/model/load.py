@@ -31,6 +31,7 @@ from atlas.weights.packed_weights import PackedWeights, packed_weights
 
 _DEFAULT_SEQ_LEN = 8192
 _MAX_ROWS = 512
+_PIECE_ROWS = 128  # more are no faster, and fewer pages of the buffers are touched
 _LOGITS_ROWS = 64
 _MAX_SEQS = 48
 MAX_THREADS = 1024
@@ -182,7 +183,7 @@ def _load(
             on_progress=on_progress,
         )
         network = builder.build()
-        runtime.prepare(network, buffers, [StepShape(rows, 1, 1) for rows in (limits.max_rows, 1)])
+        runtime.prepare(network, buffers, [StepShape(rows, 1, 1) for rows in (limits.piece_rows, 1)])
         core = ModelCore(config, network, runtime, pools, buffers, limits)
     except BaseException:
         runtime.close()
@@ -215,7 +216,10 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
     max_seq_len = options.max_seq_len or min(config.max_seq_len, _DEFAULT_SEQ_LEN)
     kv_dtype = _kv_dtype(options, checkpoint)
     num_blocks = -(-(options.kv_tokens or max_seq_len) // BLOCK_SIZE)
-    limits = Limits(options.max_step_tokens, metadata_rows(_MAX_SEQS), _LOGITS_ROWS, max_seq_len)
+    max_rows = options.max_step_tokens
+    limits = Limits(
+        max_rows, min(max_rows, _PIECE_ROWS), metadata_rows(_MAX_SEQS), _LOGITS_ROWS, max_seq_len
+    )
     buffers = buffer_shapes(
         config, limits.max_rows, limits.max_seqs, -(-max_seq_len // BLOCK_SIZE), limits.logits_rows
     )

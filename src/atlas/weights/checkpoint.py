@@ -72,8 +72,8 @@ class Checkpoint:
     format_name : {"gguf", "safetensors"}
     path : str
         The file or folder.
-    metadata : mapping
-        GGUF metadata, or config.json, unchanged.
+    metadata : dict
+        GGUF metadata, or config.json, unchanged until :meth:`forget_metadata`.
     ignored_options : tuple of str
         Options of the file that nothing reads, those known to be harmless left out.
     """
@@ -83,7 +83,7 @@ class Checkpoint:
         file: _WeightFile,
         config: ModelConfig,
         kind: FileKind,
-        metadata: Mapping[str, Any],
+        metadata: dict[str, Any],
         ignored_options: tuple[str, ...] = (),
         consumed: Iterable[str] = (),
     ) -> None:
@@ -144,6 +144,10 @@ class Checkpoint:
         """Drop a weight's pages from memory: it was repacked. Views of it stay valid."""
         for tensor in self._source(name).tensors:
             self._file.release(tensor)
+
+    def forget_metadata(self) -> None:
+        """Empty ``metadata``, of which a GGUF file's vocabulary alone takes megabytes."""
+        self.metadata.clear()
 
     def close(self) -> None:
         """Close the file. Idempotent; views handed out stay valid."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas import pages
 from atlas._native.pool import LaunchList, WorkerPool
 from atlas.backends.cpu.compiler import BodyCompiler
 
@@ -40,7 +41,7 @@ class CpuDevice:
         recorded with an older, smaller buffer keeps that one.
         """
         if self._scratch.nbytes < nbytes:
-            raw = np.zeros(nbytes + 64, np.uint8)
+            raw = pages.zeros(nbytes + 64, np.uint8)
             start = -raw.ctypes.data % 64
             self._scratch = raw[start : start + nbytes]
         return self._scratch

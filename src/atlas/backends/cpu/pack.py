@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas import pages
 from atlas.errors import ShapeError
 from atlas.ops.blocks import HostMatrix, integers
 
@@ -122,7 +123,7 @@ def _pack_stack(
 
 def _aligned(tiles: int, size: int) -> Bytes:
     """uint8 [tiles, size] at a multiple of 64, followed by 64 bytes that a vector may read."""
-    raw = np.empty(tiles * size + 128, np.uint8)
+    raw = pages.zeros(tiles * size + 128, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + tiles * size].reshape(tiles, size)
 

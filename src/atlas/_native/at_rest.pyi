@@ -1,0 +1,1 @@
+STATE_NAMES: tuple[str, ...]

@@ -1,0 +1,3 @@
+class RequestTable:
+    num_used: int
+    def __init__(self) -> None: ...

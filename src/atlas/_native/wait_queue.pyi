@@ -1,0 +1,3 @@
+class WaitQueue:
+    num_waiting: int
+    def __init__(self) -> None: ...
