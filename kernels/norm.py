@@ -16,7 +16,15 @@ from typing import Any
 from atlas_kernels._cuda import device, f32, i64
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_math import fast_rsqrt
-from atlas_kernels.ptx_warp import block_sum, block_x, block_y, lane_id, thread_x, warp_sum
+from atlas_kernels.ptx_warp import (
+    block_sum,
+    block_x,
+    block_y,
+    lane_id,
+    num_threads_x,
+    thread_x,
+    warp_sum,
+)
 from atlas_kernels.registry import kernel
 from atlas_kernels.vector import Access, access, row_variants
 
@@ -26,8 +34,8 @@ HEAD_WIDTH = 2  # a head of 64 elements fills the warp
 
 
 def _row_blocks(rows: Access) -> int:
-    """Thread blocks on an SM: float32 vectors take twice the registers on their way."""
-    return 2 if rows.type == "bf16" else 1
+    """Thread blocks on an SM: what their registers allow without spills."""
+    return 3 if rows.type == "bf16" else 2
 
 
 @kernel(
@@ -47,7 +55,6 @@ def make_rmsnorm(rows: Access) -> Any:
         launch_dependents()
         first = thread_x() * width
         source = x + block_x() * x_stride
-        target = out + block_x() * out_stride
         weights = values = zero()
         if first < dim:
             weights = load_weight(weight + first * 4)
@@ -55,14 +62,20 @@ def make_rmsnorm(rows: Access) -> Any:
         if first < dim:
             values = load(source + first * item)
         total = add_squares(f32(0), values)
-        for i in range(first + ROW_THREADS * width, dim, ROW_THREADS * width):
+        step = num_threads_x() * width  # unknown to the compiler: unrolled loops take registers
+        i = first + step
+        while i < dim:
             total = add_squares(total, load(source + i * item))
+            i += step
         factor = fast_rsqrt(block_sum(total) / f32(dim) + eps)
+        target = out + block_x() * out_stride
         if first < dim:
             store(target + first * item, mul(scale(values, factor), weights))
-        for i in range(first + ROW_THREADS * width, dim, ROW_THREADS * width):
+        i = first + step
+        while i < dim:
             scaled = scale(load(source + i * item), factor)
             store(target + i * item, mul(scaled, load_weight(weight + i * 4)))
+            i += step
 
     return rmsnorm
 
@@ -82,7 +95,7 @@ def make_add_rmsnorm(rows: Access) -> Any:
     """
     load, store, zero, item = rows.load, rows.store, rows.zero, rows.item_bytes
     add, mul, scale, width = rows.add, rows.mul, rows.scale, rows.width
-    add_squares = rows.add_squares
+    add_squares, round = rows.add_squares, rows.round
     load_weight = access("f32", width).load_constant
 
     def add_rmsnorm(x, residual, weight, out, dim, x_stride, residual_stride, out_stride, eps):
@@ -90,24 +103,30 @@ def make_add_rmsnorm(rows: Access) -> Any:
         first = thread_x() * width
         source = x + block_x() * x_stride
         kept = residual + block_x() * residual_stride
-        target = out + block_x() * out_stride
         weights = values = zero()
         if first < dim:
             weights = load_weight(weight + first * 4)
         wait_prerequisites()
         if first < dim:
-            store(kept + first * item, add(load(source + first * item), load(kept + first * item)))
-            values = load(kept + first * item)
+            values = round(add(load(source + first * item), load(kept + first * item)))
+            store(kept + first * item, values)
         total = add_squares(f32(0), values)
-        for i in range(first + ROW_THREADS * width, dim, ROW_THREADS * width):
-            store(kept + i * item, add(load(source + i * item), load(kept + i * item)))
-            total = add_squares(total, load(kept + i * item))
+        step = num_threads_x() * width
+        i = first + step
+        while i < dim:
+            more = round(add(load(source + i * item), load(kept + i * item)))
+            store(kept + i * item, more)
+            total = add_squares(total, more)
+            i += step
         factor = fast_rsqrt(block_sum(total) / f32(dim) + eps)
+        target = out + block_x() * out_stride
         if first < dim:
             store(target + first * item, mul(scale(values, factor), weights))
-        for i in range(first + ROW_THREADS * width, dim, ROW_THREADS * width):
+        i = first + step
+        while i < dim:
             scaled = scale(load(kept + i * item), factor)
             store(target + i * item, mul(scaled, load_weight(weight + i * 4)))
+            i += step
 
     return add_rmsnorm
 

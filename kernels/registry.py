@@ -154,7 +154,8 @@ def kernel(
         kernel's function. ``threads``, ``min_blocks`` and ``shared`` may be functions of the same
         arguments.
     replace : bool
-        Take the place of a kernel of this package.
+        Take the place of a kernel of this package, which must have the same kinds of arguments;
+        it is launched over the same grid.
 
     Raises
     ------
@@ -172,8 +173,7 @@ def kernel(
             name = f"{op}_{variant}" if variant else op
             if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
                 raise KernelDeclarationError(f"kernel name {name!r}; allowed: a-z, 0-9 and _")
-            if name in KERNELS and KERNELS[name].is_builtin and not replace:
-                raise KernelDeclarationError(f"kernel {name} exists; pass replace=True")
+            _check_taken(name, kinds, replace)
             count = _value(threads, parameters)
             if count % 32 or not 32 <= count <= 1024:
                 raise KernelDeclarationError(f"{name}: {count} threads; allowed: 32, 64, … 1024")
@@ -216,6 +216,18 @@ def argument_names(body: Body, declared: Kernel) -> tuple[str, ...]:
             f" but {len(declared.kinds)} kinds ({' '.join(declared.kinds)})"
         )
     return names
+
+
+def _check_taken(name: str, kinds: tuple[str, ...], replace: bool) -> None:
+    known = KERNELS.get(name)
+    if known is None or not (known.is_builtin or replace):
+        return
+    if not replace:
+        raise KernelDeclarationError(f"kernel {name} exists; pass replace=True")
+    if known.kinds != kinds:
+        raise KernelDeclarationError(
+            f"kernel {name} takes {' '.join(known.kinds)}; its replacement {' '.join(kinds)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

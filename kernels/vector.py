@@ -46,6 +46,8 @@ class Access:
         min(16, width · item_bytes).
     store : (address, tuple)
         Rounds to nearest even.
+    round : (tuple) → tuple
+        What would be read back after a store.
     zero : () → tuple
     add, mul : (tuple, tuple) → tuple
     scale : (tuple, float32) → tuple
@@ -58,6 +60,7 @@ class Access:
     load: Any
     load_constant: Any
     store: Any
+    round: Any
     zero: Any
     add: Any
     mul: Any
@@ -68,7 +71,7 @@ class Access:
 @cache
 def access(type: str, width: int = 8) -> Access:
     """The access of a type and width."""
-    load, load_constant, store = _FORMS[type == "f32", width](type)
+    load, load_constant, store, round = _FORMS[type == "f32", width](type)
     return Access(
         type,
         width,
@@ -76,6 +79,7 @@ def access(type: str, width: int = 8) -> Access:
         load,
         load_constant,
         store,
+        round,
         vector_zero(width),
         vector_add(width),
         vector_mul(width),
@@ -93,7 +97,7 @@ def row_variants(width: int = 8, *others: Any) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def _halves8(type: str) -> tuple[Any, Any, Any]:
+def _halves8(type: str) -> tuple[Any, Any, Any, Any]:
     unpack, pack = (unpack_bf16, pack_bf16) if type == "bf16" else (unpack_f16, pack_f16)
 
     def loader(words: Any) -> Any:
@@ -115,10 +119,18 @@ def _halves8(type: str) -> tuple[Any, Any, Any]:
         words = (pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]))
         store_words(address, words)
 
-    return loader(memory.load_b32x4), loader(memory.load_constant_b32x4), store
+    @device
+    def round(v):
+        a, b = unpack(pack(v[0], v[1]))
+        c, d = unpack(pack(v[2], v[3]))
+        e, f = unpack(pack(v[4], v[5]))
+        g, h = unpack(pack(v[6], v[7]))
+        return a, b, c, d, e, f, g, h
+
+    return loader(memory.load_b32x4), loader(memory.load_constant_b32x4), store, round
 
 
-def _halves2(type: str) -> tuple[Any, Any, Any]:
+def _halves2(type: str) -> tuple[Any, Any, Any, Any]:
     unpack, pack = (unpack_bf16, pack_bf16) if type == "bf16" else (unpack_f16, pack_f16)
 
     def loader(word: Any) -> Any:
@@ -130,10 +142,11 @@ def _halves2(type: str) -> tuple[Any, Any, Any]:
     def store(address, v):
         store_word(address, pack(v[0], v[1]))
 
-    return loader(memory.load_b32), loader(memory.load_constant_b32), store
+    round = device(lambda v: unpack(pack(v[0], v[1])))
+    return loader(memory.load_b32), loader(memory.load_constant_b32), store, round
 
 
-def _halves1(type: str) -> tuple[Any, Any, Any]:
+def _halves1(type: str) -> tuple[Any, Any, Any, Any]:
     widen, narrow = (from_bf16, to_bf16) if type == "bf16" else (from_f16, to_f16)
 
     def loader(half: Any) -> Any:
@@ -145,10 +158,14 @@ def _halves1(type: str) -> tuple[Any, Any, Any]:
     def store(address, v):
         store_half(address, narrow(v[0]))
 
-    return loader(memory.load_b16), loader(memory.load_constant_b16), store
+    round = device(lambda v: (widen(narrow(v[0])),))
+    return loader(memory.load_b16), loader(memory.load_constant_b16), store, round
 
 
-def _floats8(type: str) -> tuple[Any, Any, Any]:
+_same = device(lambda v: v)
+
+
+def _floats8(type: str) -> tuple[Any, Any, Any, Any]:
     def loader(floats: Any) -> Any:
         @device
         def load(address):
@@ -165,14 +182,14 @@ def _floats8(type: str) -> tuple[Any, Any, Any]:
         store_floats(address, (v[0], v[1], v[2], v[3]))
         store_floats(address + 16, (v[4], v[5], v[6], v[7]))
 
-    return loader(memory.load_f32x4), loader(memory.load_constant_f32x4), store
+    return loader(memory.load_f32x4), loader(memory.load_constant_f32x4), store, _same
 
 
-def _floats2(type: str) -> tuple[Any, Any, Any]:
-    return memory.load_f32x2, memory.load_constant_f32x2, memory.store_f32x2
+def _floats2(type: str) -> tuple[Any, Any, Any, Any]:
+    return memory.load_f32x2, memory.load_constant_f32x2, memory.store_f32x2, _same
 
 
-def _floats1(type: str) -> tuple[Any, Any, Any]:
+def _floats1(type: str) -> tuple[Any, Any, Any, Any]:
     def loader(number: Any) -> Any:
         return device(lambda address: (number(address),))
 
@@ -182,7 +199,7 @@ def _floats1(type: str) -> tuple[Any, Any, Any]:
     def store(address, v):
         store_number(address, v[0])
 
-    return loader(memory.load_f32), loader(memory.load_constant_f32), store
+    return loader(memory.load_f32), loader(memory.load_constant_f32), store, _same
 
 
 _FORMS = {

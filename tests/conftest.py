@@ -1,7 +1,7 @@
 """Shared fixtures, and ``--noop GROUP.METHOD``: do tests notice a method that does nothing?
 
-With that option the method's implementations are replaced by no-ops, only the tests that declare the row
-(``@pytest.mark.contract``) run, and the run succeeds exactly when each of them fails.
+With that option the method's implementations are replaced by no-ops, only the tests that declare
+the row (``@pytest.mark.contract``) run, and the run succeeds exactly when each of them fails.
 """
 
 from __future__ import annotations

@@ -1,47 +1,39 @@
-"""The engine: a model, its tokenizer, and the loop that turns prompts into completions."""
+"""The engine: a model, its tokenizer, and many requests at once."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from atlas.backends.cpu.sampling import CompiledWeights
-from atlas.chat import ChatTemplate
+from atlas.description import describe, html_table
 from atlas.display import LoadProgress
-from atlas.errors import (
-    AtlasError,
-    ChatTemplateError,
-    ClosedError,
-    InvalidArgumentError,
-    PromptTooLongError,
-    StaleHandleError,
-    TokenizerError,
-)
-from atlas.generation import Generation
+from atlas.driver import Driver
+from atlas.errors import ClosedError, InvalidArgumentError, KvExhausted, StaleHandleError
+from atlas.event import Event
+from atlas.intake import Intake, Messages, Prompt, is_single
+from atlas.live_request import LiveRequest
 from atlas.model.load import LoadOptions, load_model
 from atlas.model.memory import return_freed_memory
-from atlas.request import Completion, Delta, Timings, TokenLogprob, Usage
-from atlas.sampler import score_token
+from atlas.request import Completion, Delta
 from atlas.sampling import SamplingParams
+from atlas.scheduling import SchedulingOptions
+from atlas.step_loop import StepLoop
 from atlas.tokenizer import Tokenizer, load_tokenizer
 from atlas.weights.checkpoint import open_checkpoint
 from atlas.weights.locate import locate
 
 if TYPE_CHECKING:
     from atlas.model import Model
-    from atlas.model.logits_view import LogitsView
-    from atlas.model.sequence import SequenceState
-
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, object]]
 
 
 class Engine:
-    """Generates text with one model.
+    """Generates text with one model, for many requests at once.
 
     Parameters
     ----------
@@ -65,11 +57,16 @@ class Engine:
         Quantise float weights while they are loaded.
     quiet : bool, optional
         No progress display; default: only where there is no terminal or notebook.
+    max_waiting : int, optional
+        Requests that may wait for their first token; ``submit`` refuses more.
+    **scheduling
+        Fields of :class:`atlas.scheduling.SchedulingOptions`.
 
     Notes
     -----
-    Methods may be called from any thread; they take turns. Two engines on the same file with the
-    same weight options share its weights.
+    Methods may be called from any thread. Steps are taken by whoever waits for a result, or by an
+    owner thread (:meth:`start`). Two engines on the same file with the same weight options share
+    its weights.
     """
 
     def __init__(
@@ -84,6 +81,8 @@ class Engine:
         kv_dtype: Literal["auto", "float32", "float16"] = "auto",
         quantize: Literal["q8_0", "q4_0"] | None = None,
         quiet: bool | None = None,
+        max_waiting: int | None = None,
+        **scheduling: Any,
     ) -> None:
         if not isinstance(model, str | os.PathLike):
             raise InvalidArgumentError(f"model is {model!r}; allowed: a name or a path")
@@ -91,6 +90,7 @@ class Engine:
             raise InvalidArgumentError(f"device is {device!r}; allowed: 'auto', 'cpu'")
         if quiet not in (None, True, False):
             raise InvalidArgumentError(f"quiet is {quiet!r}; allowed: True, False, None")
+        schedule = SchedulingOptions.from_mapping(scheduling)
         options = LoadOptions(
             dtype=dtype,
             kv_dtype=kv_dtype,
@@ -98,38 +98,50 @@ class Engine:
             max_seq_len=max_seq_len,
             kv_tokens=kv_tokens,
             quantize=quantize,
+            max_running=schedule.max_running,
         )
         started = time.perf_counter()
         location = locate(model)
-        self._lock = threading.RLock()
         with open_checkpoint(location) as checkpoint, LoadProgress(checkpoint, quiet) as progress:
             self.path = checkpoint.path
             self.format_name = checkpoint.format_name
-            self._tokenizer = (
+            tokenizer = (
                 Tokenizer.from_gguf(checkpoint.metadata)
                 if location.kind == "gguf"
                 else load_tokenizer(location.path)
             )
             checkpoint.forget_metadata()
+            return_freed_memory()
             self._loaded = load_model(
                 checkpoint, options, on_progress=progress.advance, on_compile=progress.compiling
             )
-            return_freed_memory()
+            core = self._loaded.core
             try:
-                self._weights = CompiledWeights(self._loaded.core.runtime.device.compiler)
+                weights = CompiledWeights(core.runtime.device.compiler)
+                self._intake = Intake(core, tokenizer, self.path, weights)
+                self._loop = StepLoop(core, schedule, weights)
+                self._driver = Driver(core, self._loop, max_waiting)
             except BaseException:
-                self._loaded.core.close()
+                core.close()
                 raise
+        return_freed_memory()
         self.options = options
+        self.scheduling = schedule
         self.load_s = time.perf_counter() - started
-        self._chat: ChatTemplate | None = None
 
     # -- parts --------------------------------------------------------------------------------
 
     @property
     def model(self) -> Model:
-        """The model's capability groups, for driving it by hand."""
+        """The model's capability groups, for driving it by hand.
+
+        Raises
+        ------
+        ModelBusyError
+            The owner thread runs; use :meth:`paused`.
+        """
         self._require_open()
+        self._driver.require_not_owned("engine.model")
         return self._loaded.model
 
     @property
@@ -142,11 +154,7 @@ class Engine:
             The model came without one; prompts of token ids still work.
         """
         self._require_open()
-        if self._tokenizer is None:
-            raise TokenizerError(
-                f"{self.path} has no tokenizer files; allowed: prompts of token ids"
-            )
-        return self._tokenizer
+        return self._intake.tokenizer
 
     @property
     def max_seq_len(self) -> int:
@@ -156,12 +164,9 @@ class Engine:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a completion: the config's and the tokenizer's."""
-        known = dict.fromkeys(self._loaded.model.config.eos_token_ids)
-        if self._tokenizer is not None:
-            known.update(dict.fromkeys(self._tokenizer.eos_token_ids))
-        return tuple(known)
+        return self._intake.eos_token_ids
 
-    # -- generation ---------------------------------------------------------------------------
+    # -- whole completions --------------------------------------------------------------------
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str too
@@ -178,7 +183,7 @@ class Engine:
     def generate(
         self, prompts: Any, params: SamplingParams | None = None
     ) -> Completion | list[Completion]:
-        """Complete one prompt or several.
+        """Complete one prompt or several; several run together.
 
         Parameters
         ----------
@@ -194,16 +199,25 @@ class Engine:
 
         Raises
         ------
-        InvalidArgumentError, PromptTooLongError, TokenizerError
+        InvalidArgumentError, PromptTooLongError, TokenizerError, KvExhausted
             A prompt or parameter is refused, before anything runs.
         AtlasError
             A single prompt's request failed while it ran. Among several, the failed one has
             ``finish_reason == "error"`` and ``error`` set, and the others go on.
         """
-        single = _is_single(prompts)
-        params = self._resolved(params)
-        batch = [self._prompt_ids(p, params) for p in ([prompts] if single else prompts)]
-        completions = [self._complete(ids, params) for ids in batch]
+        self._require_open()
+        single = is_single(prompts)
+        resolved = self._intake.params(params)
+        batch = [self._intake.prompt_ids(p, resolved) for p in ([prompts] if single else prompts)]
+        done: dict[str, Completion] = {}
+
+        def keep(event: Event) -> None:
+            if event.completion is not None:
+                done[event.request_id] = event.completion
+
+        requests = [self._intake.request(ids, resolved, keep) for ids in batch]
+        self._run(requests, lambda: len(done) == len(requests), refuse=single)
+        completions = [done[request.request_id] for request in requests]
         if not single:
             return completions
         error = completions[0].error
@@ -211,20 +225,72 @@ class Engine:
             raise error
         return completions[0]
 
+    def _run(self, requests: list[LiveRequest], done: Callable[[], bool], *, refuse: bool) -> None:
+        """Submit and step until ``done``; whatever interrupts this cancels the requests.
+
+        A request that the KV cache could never hold is refused, or ends with that error.
+        """
+        try:
+            for request in requests:
+                try:
+                    self._driver.submit(request, public=False)
+                except KvExhausted as error:
+                    if refuse:
+                        raise
+                    request.end_all(error)
+            self._driver.advance_until(done)
+        except BaseException:
+            self._abandon(requests)
+            raise
+
+    def _abandon(self, requests: list[LiveRequest]) -> None:
+        """Cancel requests and give their blocks back now, unless the owner thread will."""
+        for request in requests:
+            self._driver.cancel(request.request_id)
+        try:
+            if not self._driver.owned:
+                with self._driver.exclusive():
+                    self._driver.take_inbox()
+        except (ClosedError, StaleHandleError):
+            return  # nothing is left to give back
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Complete one prompt, giving out text as it becomes final.
 
-        Arguments are checked now; the work happens as the iterator is advanced. Closing the
-        iterator (or leaving its loop) cancels the request. The last delta has a
+        Arguments are checked now; the request is submitted when the iterator is first advanced.
+        Closing the iterator (or leaving its loop) cancels it. The last delta has a
         ``finish_reason``. ``n`` must be 1 and ``prompt_logprobs`` None.
         """
-        params = self._resolved(params)
-        if params.n != 1:
-            raise InvalidArgumentError(f"n is {params.n}; allowed with stream: 1")
-        if params.prompt_logprobs is not None:
+        self._require_open()
+        resolved = self._intake.params(params)
+        if resolved.n != 1:
+            raise InvalidArgumentError(f"n is {resolved.n}; allowed with stream: 1")
+        if resolved.prompt_logprobs is not None:
             raise InvalidArgumentError("prompt_logprobs is set; allowed with stream: None")
-        ids = self._prompt_ids(prompt, params)
-        return self._stream(ids, self._generation(ids, params))
+        return self._stream(self._intake.prompt_ids(prompt, resolved), resolved)
+
+    def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[Delta]:
+        events: deque[Event] = deque()
+        request = self._intake.request(ids, params, events.append)
+        self._driver.submit(request, public=False)
+        last = False
+        try:
+            while not last:
+                self._driver.advance_until(lambda: bool(events))
+                event = events.popleft()
+                last = event.is_last
+                if event.error is not None:
+                    raise event.error
+                yield Delta(
+                    event.text,
+                    event.token_ids,
+                    event.logprobs,
+                    event.finish_reason,
+                    event.stop_reason,
+                )
+        finally:
+            if not last:
+                self._abandon([request])
 
     def chat(
         self,
@@ -263,158 +329,160 @@ class Engine:
     ) -> list[int]:
         """The token ids of a conversation, ready for the assistant's next turn."""
         self._require_open()
-        if self._chat is None:
-            if self.tokenizer.chat_template is None:
-                raise ChatTemplateError(f"{self.path} has no chat template")
-            self._chat = ChatTemplate.from_tokenizer(self.tokenizer)
-        return self._chat.encode(self.tokenizer, messages, tools=tools, **variables)
+        return self._intake.chat_ids(messages, tools, variables)
 
-    # -- the loop -----------------------------------------------------------------------------
+    # -- requests and events ------------------------------------------------------------------
 
-    def _stream(self, ids: list[int], generation: Generation) -> Iterator[Delta]:
-        """Prefill, then one decode a step; the sequence is freed however the loop ends."""
-        with self._driving() as model:
-            seq = model.lifecycle.alloc_sequence()
-        try:
-            view: LogitsView | None = None
-            while True:
-                with self._driving() as model:
-                    if view is None:
-                        view = model.forward.prefill(ids, seq)
-                    else:
-                        view = model.forward.decode(generation.last_token, seq)
-                    assert view is not None
-                    delta = generation.push(generation.choose(model, view))
-                yield delta
-                if generation.finished:
-                    return
-        finally:
-            generation.cancel()
-            self._free(seq)
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        user: object = None,
+    ) -> str:
+        """Queue a request; its events come from :meth:`step` or :meth:`poll`. Never waits.
 
-    def _complete(self, ids: list[int], params: SamplingParams) -> Completion:
-        started = time.perf_counter()
-        first_token_s = 0.0
-        samples, num_tokens = [], 0
-        prompt_logprobs = None
-        for index in range(params.n):
-            generation = self._generation(ids, params, index)
-            try:
-                if params.prompt_logprobs is not None and prompt_logprobs is None:
-                    prompt_logprobs = self._prompt_logprobs(ids, params.prompt_logprobs)
-                for _ in self._stream(ids, generation):
-                    first_token_s = first_token_s or time.perf_counter() - started
-            except AtlasError as error:
-                generation.fail(error)
-            samples.append(generation.sample())
-            num_tokens += generation.num_tokens
-        return Completion(
-            tuple(samples),
-            tuple(ids),
-            Usage(len(ids), num_tokens),
-            Timings(first_token_s, time.perf_counter() - started),
-            prompt_logprobs,
-            params.seed,
-        )
+        Parameters
+        ----------
+        prompt : str or sequence of int
+        params : SamplingParams, optional
+        request_id : str, optional
+            Default: a new one. It may be used again once the request has ended.
+        priority : int
+            Lower runs first and is preempted last.
+        user : object
+            Given back in every event.
 
-    def _prompt_logprobs(self, ids: list[int], num_top: int) -> tuple[TokenLogprob, ...]:
-        """Each prompt token's log-probability under the tokens before it."""
-        scored = [TokenLogprob(ids[0], None)]
-        rows = self._loaded.core.limits.logits_rows
-        with self._driving() as model:
-            seq = model.lifecycle.alloc_sequence()
-        try:
-            for start in range(0, len(ids) - 1, rows):
-                with self._driving() as model:
-                    length = min(rows, len(ids) - start)
-                    last = start + length == len(ids)
-                    view = model.forward.prefill_chunk(ids, seq, start, length, last, logits="all")
-                    assert view is not None
-                    logits = view.numpy()
-                    for i, token in enumerate(ids[start + 1 : start + length + 1]):
-                        best = score_token(logits[i], token, num_top, self._weights)
-                        scored.append(TokenLogprob(token, best.logprob, tuple(best.top)))
-        finally:
-            self._free(seq)
-        return tuple(scored)
+        Returns
+        -------
+        str
+            The request's id.
 
-    def _free(self, seq: SequenceState) -> None:
-        """Give a sequence's blocks back; after close there is nothing left to give back."""
-        with suppress(ClosedError, StaleHandleError), self._driving() as model:
-            model.lifecycle.free_sequence(seq)
-
-    # -- requests -----------------------------------------------------------------------------
-
-    def _generation(self, ids: list[int], params: SamplingParams, index: int = 0) -> Generation:
-        return Generation(
-            params,
-            self._tokenizer,
-            ids,
-            vocab_size=self._loaded.model.config.vocab_size,
-            eos_token_ids=self.eos_token_ids,
-            max_seq_len=self.max_seq_len,
-            sample_index=index,
-            weights=self._weights,
-        )
-
-    def _resolved(self, params: SamplingParams | None) -> SamplingParams:
-        """Parameters with a seed and with texts as ids."""
+        Raises
+        ------
+        InvalidArgumentError, PromptTooLongError, TokenizerError
+        QueueFullError
+            ``max_waiting`` requests wait, or the engine drains.
+        KvExhausted
+            The KV cache cannot hold this request even alone.
+        """
         self._require_open()
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise InvalidArgumentError(
-                f"params is a {type(params).__name__}; allowed: SamplingParams or None"
-            )
-        if params.stop_strings or params.has_unresolved_text:
-            tokenizer = self.tokenizer
-            params = params.with_token_ids(lambda text: tokenizer.encode(text, add_special=False))
-        return params if params.greedy else params.with_seed()
+        resolved = self._intake.params(params)
+        ids = self._intake.prompt_ids(prompt, resolved)
+        request = self._intake.request(
+            ids, resolved, _ignore, request_id=request_id, priority=priority, user=user
+        )
+        self._driver.submit(request, public=True)
+        return request.request_id
 
-    def _prompt_ids(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """A prompt as token ids: not empty, in the vocabulary, and within ``max_seq_len``."""
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, bytes | bytearray):
-            raise InvalidArgumentError("a prompt is bytes; allowed: str or token ids")
-        else:
-            ids = [int(i) for i in self._loaded.core.token_array(prompt, "the prompt")]
-        if not ids:
-            raise InvalidArgumentError("the prompt is empty; allowed: one token or more")
-        limit = self.max_seq_len - 1  # room for the first token
-        if params.truncate_prompt == "left":
-            ids = ids[-limit:]
-        elif params.truncate_prompt is not None:
-            ids = ids[-params.truncate_prompt :]
-        if len(ids) > limit:
-            raise PromptTooLongError(
-                f"the prompt has {len(ids)} tokens; allowed: up to {limit} (max_seq_len "
-                f"{self.max_seq_len}), or truncate_prompt='left'"
-            )
-        self._loaded.core.token_array(ids, "the prompt")
-        return ids
+    def step(self) -> list[Event]:
+        """Run one step and return the events since the last call (those of ``submit``).
+
+        Raises
+        ------
+        ModelBusyError
+            The owner thread takes the steps; use :meth:`poll`.
+        """
+        self._require_open()
+        self._driver.require_not_owned("engine.step()")
+        self._driver.advance()
+        return self._driver.take_events()
+
+    def poll(self, timeout: float | None = None) -> list[Event]:
+        """Events of submitted requests, as soon as there are any.
+
+        Without an owner thread this takes the steps itself.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait at most; None: until there are events. An engine without unfinished
+            requests (and without an owner thread) returns an empty list at once.
+        """
+        self._require_open()
+        return self._driver.wait_events(timeout)
+
+    def cancel(self, request_id: str) -> bool:
+        """Ask for a request to end; False when it is not live (any more).
+
+        It takes effect within one step, that is one prefill chunk.
+        """
+        self._require_open()
+        return self._driver.cancel(request_id)
+
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs."""
+        self._require_open()
+        return self._driver.has_unfinished
+
+    async def agenerate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        user: object = None,
+    ) -> AsyncIterator[Event]:
+        """Events of one request, in an asyncio program; leaving the generator cancels it.
+
+        Starts the owner thread if it does not run yet.
+        """
+        self._require_open()
+        resolved = self._intake.params(params)
+        ids = self._intake.prompt_ids(prompt, resolved)
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def send(event: Event) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        request = self._intake.request(
+            ids, resolved, send, request_id=request_id, priority=priority, user=user
+        )
+        self._driver.start()
+        self._driver.submit(request, public=False)
+        last = False
+        try:
+            while not last:
+                event = await events.get()
+                last = event.is_last
+                yield event
+        finally:
+            if not last:
+                self._driver.cancel(request.request_id)
 
     # -- who drives ---------------------------------------------------------------------------
 
+    def start(self) -> None:
+        """Let an owner thread take the steps; idempotent."""
+        self._require_open()
+        self._driver.start()
+
+    def stop(self) -> None:
+        """End the owner thread after its present step; requests stay and can go on."""
+        self._driver.stop()
+
     @contextmanager
-    def _driving(self) -> Iterator[Model]:
-        """The engine's turn on the model, from whatever thread."""
-        self._require_open()  # before the lock, which may be held for ever in a forked child
-        with self._lock:
-            self._require_open()
-            with self._loaded.core.driven_here():
-                yield self._loaded.model
+    def paused(self) -> Iterator[Model]:
+        """The model for the calling thread, while the owner thread waits between two steps."""
+        with self._driver.exclusive():
+            yield self._loaded.model
 
     def _require_open(self) -> None:
         self._loaded.core.require_alive()
 
     def close(self) -> None:
-        """Release threads, weights and caches. Idempotent; later calls raise ClosedError.
+        """End every request; release threads, weights and caches. Idempotent.
 
-        In a forked child nothing happens: what the engine holds is the parent's.
+        Later calls raise ClosedError. In a forked child nothing happens: what the engine holds is
+        the parent's.
         """
         if self._loaded.core.lifetime.in_own_process:
-            with self._lock:
-                self._loaded.core.close()
+            self._driver.close()
 
     def __enter__(self) -> Engine:
         self._require_open()
@@ -427,58 +495,15 @@ class Engine:
 
     def describe(self) -> dict[str, str]:
         """What was loaded, as short texts by name."""
-        config, plan = self._loaded.model.config, self._loaded.plan
-        formats: dict[str, int] = {}
-        for name in self._loaded.formats.values():
-            formats[name] = formats.get(name, 0) + 1
-        return {
-            "model": f"{config.architecture}, {config.num_layers} layers × {config.hidden_size}",
-            "file": f"{self.path} ({self.format_name})",
-            "weights": ", ".join(f"{count} × {name}" for name, count in sorted(formats.items())),
-            "memory": f"{plan.weights / 2**20:.0f} MiB weights, "
-            f"{plan.kv_pool / 2**20:.0f} MiB KV ({self._loaded.kv_dtype})",
-            "sequence": f"up to {self.max_seq_len} positions",
-            "device": f"{self._loaded.core.runtime.fingerprint}, {self.options.threads} threads",
-            "state": self._state(),
-        }
-
-    def _state(self) -> str:
-        lifetime = self._loaded.core.lifetime
-        if not lifetime.in_own_process:
-            return "of the parent process"
-        return "closed" if lifetime.closed else "open"
+        return describe(self._loaded, self.path, self.format_name, self.options.threads)
 
     def __repr__(self) -> str:
         about = self.describe()
         return f"Engine({about['model']}; {about['device']}; {about['memory']}; {about['state']})"
 
     def _repr_html_(self) -> str:
-        from html import escape
-
-        cells = "".join(
-            f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>"
-            for key, value in self.describe().items()
-        )
-        return f"<table><caption>atlas.Engine</caption>{cells}</table>"
+        return html_table("atlas.Engine", self.describe())
 
 
-def _is_single(prompts: object) -> bool:
-    """Whether the argument of ``generate`` is one prompt: a text, or ids."""
-    if isinstance(prompts, str):
-        return True
-    if not _is_sequence(prompts) or isinstance(prompts, bytes | bytearray):
-        raise InvalidArgumentError(
-            f"prompts is a {type(prompts).__name__}; allowed: str, token ids, or a list of these"
-        )
-    items = list(prompts)  # type: ignore[call-overload]
-    if not items:
-        raise InvalidArgumentError("prompts is empty; allowed: a prompt of one token or more")
-    nested = [_is_sequence(item) for item in items]
-    if any(nested) != all(nested):
-        raise InvalidArgumentError("prompts mix token ids with prompts; allowed: one or the other")
-    return not nested[0]
-
-
-def _is_sequence(item: object) -> bool:
-    """Lists, tuples, texts, and arrays or tensors with an axis; no sets, mappings or iterators."""
-    return isinstance(item, Sequence) or getattr(item, "ndim", 0) > 0
+def _ignore(event: Event) -> None:
+    """The sink of a request whose events are public."""

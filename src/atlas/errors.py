@@ -123,3 +123,15 @@ class ExpertCommandFailed(AtlasError):
     """A command that a parallel worker received and could not carry out; the worker stays up."""
 
     code = 20
+
+
+class QueueFullError(AtlasError):
+    """The engine takes no more requests now: ``max_waiting`` wait already, or it drains."""
+
+    code = 21
+
+
+class CallbackError(AtlasError):
+    """A function given by the user raised; its error is the cause."""
+
+    code = 22

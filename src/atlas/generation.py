@@ -14,8 +14,6 @@ from atlas.sampler import Sampled, Sampler, needs_logits
 from atlas.stops import TextStream
 
 if TYPE_CHECKING:
-    from atlas.model import Model
-    from atlas.model.logits_view import LogitsView
     from atlas.sampling import SamplingParams
     from atlas.tokenizer import Tokenizer
 
@@ -70,7 +68,7 @@ class Generation:
             sample_index=sample_index,
             **extra,
         )
-        self._needs_logits = needs_logits(params)
+        self.needs_logits = needs_logits(params)
         self._room = max_seq_len - len(prompt_ids)
         self._text = None
         self._hold_stops = params.min_tokens  # stop strings count from here on
@@ -98,14 +96,19 @@ class Generation:
         """Whether no further token is wanted."""
         return self.finish_reason is not None
 
-    def choose(self, model: Model, view: LogitsView) -> Sampled:
-        """The next token from a view of one row: on the device where that suffices."""
-        if self._needs_logits:
-            row = view.numpy()[0]
-            if self.params.logits_processor is not None:
-                row = row.copy()  # the user's code may run this engine, which reuses the arena
-            return self._sampler.sample(row, self.num_prompt_tokens + self.num_tokens)
-        return Sampled(model.logits.argmax(view))
+    @property
+    def max_tokens(self) -> int:
+        """Tokens it may still have at most, end tokens included."""
+        most = self._room - self.num_tokens
+        if self.params.max_tokens is None:
+            return most
+        return min(most, self.params.max_tokens - self.num_tokens)
+
+    def choose_from(self, row: NDArray[np.float32]) -> Sampled:
+        """The next token from a row of logits, float32 [C]."""
+        if self.params.logits_processor is not None:
+            row = row.copy()  # the user's code may run this engine, which reuses the arena
+        return self._sampler.sample(row, self.num_prompt_tokens + self.num_tokens)
 
     def push(self, sampled: Sampled) -> Delta:
         """Keep a chosen token; finishes the sample when it is an end, a stop or the last one."""
@@ -168,11 +171,10 @@ class Generation:
         self.finish_reason, self.error = "error", error
         return self._delta("")
 
-    def cancel(self) -> None:
+    def cancel(self) -> Delta:
         """End the sample because nobody wants the rest."""
-        if not self.finished:
-            self.finish_reason = "cancelled"
-            self._delta("")
+        self.finish_reason = "cancelled"
+        return self._delta("")
 
     def sample(self) -> Sample:
         """The finished sample."""

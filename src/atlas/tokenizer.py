@@ -88,7 +88,9 @@ class Tokenizer:
         unk = getattr(self.library.model, "unk_token", None)
         if self.bytes_of.scheme is ByteScheme.BYTE_LEVEL and unk is None:
             # The library would drop what it cannot express.
-            known = {b for c, b in byte_alphabet().items() if self.library.token_to_id(c) is not None}
+            known = {
+                b for c, b in byte_alphabet().items() if self.library.token_to_id(c) is not None
+            }
             self._missing_bytes = _TEXT_BYTES - known
 
     @classmethod

@@ -77,9 +77,7 @@ def run(script: str, *arguments: str, **variables: str) -> str:
         ({"HOME": "/h"}, "/h/.cache/atlas"),
     ],
 )
-def test_folder(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
-) -> None:
+def test_folder(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str) -> None:
     for name in ("ATLAS_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -276,7 +274,7 @@ def test_a_failed_write_leaves_no_temporary_file(
     def full(source: str, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(code_cache.os, "replace", full)
+    monkeypatch.setattr("os.replace", full)
     assert BodyCompiler().address(BODY)
     assert [path for path in folder.rglob("*") if path.is_file()] == []
     assert "No space left" in caplog.text

@@ -22,7 +22,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(*features: str) -> None:
         found = _Features(dict.fromkeys(features, True))
-        monkeypatch.setattr(target.llvm, "get_host_cpu_features", lambda: found)
+        monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: found)
 
     return make
 
@@ -76,5 +76,7 @@ def test_more_than_the_host_has_is_refused(monkeypatch: pytest.MonkeyPatch, host
 
 @pytest.mark.parametrize("asked", ["", "AVX2", "avx512", "sse"])
 def test_other_targets_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"{asked!r}; allowed: 'native', 'avx2', 'plain'"):
+    with pytest.raises(
+        InvalidArgumentError, match=f"{asked!r}; allowed: 'native', 'avx2', 'plain'"
+    ):
         chosen(monkeypatch, asked)

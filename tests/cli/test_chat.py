@@ -138,18 +138,28 @@ class Terminal:
 
     def wait_for(self, text: str, seconds: float = 60.0) -> None:
         """Read until ``text`` has appeared after what was waited for before."""
+        assert self._appears(text, seconds), f"no {text!r} in {self.screen!r}"
+
+    def interrupt_until(self, text: str) -> None:
+        """Ctrl-C until ``text`` appears: readline misses one that comes as it starts to wait."""
+        for _ in range(30):
+            self.child.send_signal(signal.SIGINT)
+            if self._appears(text, 2.0):
+                return
+        pytest.fail(f"no {text!r} in {self.screen!r}")
+
+    def _appears(self, text: str, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while text not in self.screen:
-            assert time.monotonic() < deadline, f"no {text!r} in {self.screen!r}"
+            if time.monotonic() > deadline:
+                return False
             if select.select([self._master], [], [], 0.1)[0]:
                 self.screen += os.read(self._master, 4096).decode(errors="replace")
         self.screen = self.screen.partition(text)[2]
+        return True
 
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
-
-    def interrupt(self) -> None:
-        self.child.send_signal(signal.SIGINT)
 
     def close(self) -> None:
         self.child.kill()
@@ -167,14 +177,12 @@ def terminal(smollm2: str) -> Iterator[Terminal]:
 def test_interrupts_and_end_of_input_on_a_terminal(terminal: Terminal) -> None:
     terminal.wait_for("/reset forgets")
     terminal.wait_for("> ")
-    terminal.interrupt()  # at the prompt: another prompt
-    terminal.wait_for("> ")
+    terminal.interrupt_until("> ")  # at the prompt: another prompt
     terminal.type("Count to one million.\n")
     terminal.wait_for("million.")
     terminal.wait_for("\n")
     terminal.wait_for(" ")  # a word of the answer, which has no end
-    terminal.interrupt()
-    terminal.wait_for("[stopped]")
+    terminal.interrupt_until("[stopped]")
     terminal.wait_for("> ")
     terminal.type("/nonsense\n")
     terminal.wait_for("error: /nonsense is no command")

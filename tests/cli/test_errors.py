@@ -23,8 +23,9 @@ def test_version(atlas_command: Command) -> None:
 @pytest.mark.parametrize("command", ["", "generate", "chat", "info", "bench", "doctor"])
 def test_help(atlas_command: Command, command: str) -> None:
     done = atlas_command(*command.split(), "--help")
-    assert done.status == 0
+    assert (done.status, done.err) == (0, "")
     assert "Usage: atlas" in done.out
+    assert atlas_command() == atlas_command("-h")
 
 
 @pytest.mark.parametrize(

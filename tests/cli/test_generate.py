@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -55,6 +58,21 @@ def test_errors_after_loading(atlas_command: Command) -> None:
     assert "max_seq_len 4" in too_long.err
     empty = atlas_command("generate", *SMALL, "")
     assert (empty.status, empty.err.count("\n")) == (2, 1)
+
+
+def test_an_interrupt_ends_generation_quietly(smollm2: str) -> None:
+    code = "from atlas.cli import main; main()"
+    options = ["--model", smollm2, "--threads", "1", "-n", "none", "--ignore-eos"]
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, "generate", *options, PROMPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    assert child.stdout.read(1)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (130, b"")
 
 
 @pytest.mark.usefixtures("smollm2")

@@ -28,10 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a byte-level tokenizer and a chat template."""
     library = byte_level_library()
+    eos = library.token_to_id("</s>")
+    assert eos is not None
     return write_model(
         tmp_path_factory.mktemp("text"),
         vocab_size=library.get_vocab_size(),
-        eos=library.token_to_id("</s>"),
+        eos=eos,
         library=library,
         bos_token="<s>",
         eos_token="</s>",
@@ -67,9 +69,10 @@ def warm_cache(shared_engine: Engine, tmp_path: Path) -> Path:
 
 
 def num_taken(engine: Engine) -> int:
-    """KV blocks that somebody holds."""
+    """KV blocks that somebody holds, the prefix cache left out."""
     lifecycle = engine.model.lifecycle
-    return lifecycle.num_total_blocks - lifecycle.num_free_blocks
+    cached = engine._loop.cache.num_blocks if engine._loop.cache is not None else 0
+    return lifecycle.num_total_blocks - lifecycle.num_free_blocks - cached
 
 
 @pytest.fixture

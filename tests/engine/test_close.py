@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 
 from atlas import Engine, SamplingParams
 from atlas.errors import ClosedError, StaleHandleError
+from atlas.layers.attention import Attention
+from atlas.model.core import ModelCore
 
 PROMPT = [5, 6, 7]
 
@@ -20,6 +23,13 @@ PROMPT = [5, 6, 7]
 def num_threads() -> int:
     """Of this process, worker threads included."""
     return len(list(Path("/proc/self/task").iterdir()))
+
+
+def attention_of(core: ModelCore) -> Attention:
+    """The first layer's attention, whose table no other engine shares."""
+    block = core.network.blocks[0]
+    assert isinstance(block, Attention)
+    return block
 
 
 def assert_threads_end(expected: int) -> None:
@@ -39,7 +49,7 @@ def test_every_call_after_close_raises(text_folder: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     engine.close()
     engine.close()
-    for call in (
+    calls: tuple[Callable[[], object], ...] = (
         lambda: engine.generate("text"),
         lambda: engine.generate(PROMPT),
         lambda: engine.stream(PROMPT),
@@ -66,7 +76,8 @@ def test_every_call_after_close_raises(text_folder: Path) -> None:
         lambda: view[0],
         lambda: np.asarray(view),
         lambda: engine.__enter__(),
-    ):
+    )
+    for call in calls:
         with pytest.raises(ClosedError, match="closed"):
             call()
     model.lifecycle.teardown()  # idempotent as well
@@ -97,7 +108,7 @@ def test_close_ends_the_threads_and_lets_go_of_the_memory(folder: Path) -> None:
     before = num_threads()
     engine = Engine(folder, threads=3, quiet=True)
     core = engine._loaded.core
-    owners = core.pools.keys[0].base, core.network.blocks[0].rope_table
+    owners = core.pools.keys[0].base, attention_of(core).rope_table
     held = [weakref.ref(owner) for owner in owners]
     assert num_threads() == before + 2
     engine.generate(PROMPT, SamplingParams(max_tokens=2))
@@ -117,9 +128,9 @@ def test_an_engine_that_is_dropped_leaves_nothing(folder: Path) -> None:
         engine.generate(PROMPT, SamplingParams(max_tokens=2, temperature=1.0))
         list(engine.stream(PROMPT, SamplingParams(max_tokens=2)))
         core = engine._loaded.core
-        held = [weakref.ref(core), weakref.ref(core.network.blocks[0].rope_table)]
-        del core
-        del engine
+        owners: tuple[object, ...] = core, attention_of(core).rope_table
+        held = [weakref.ref(owner) for owner in owners]
+        del engine, core, owners
         assert [ref() for ref in held] == [None, None]
         assert_threads_end(before)
     finally:

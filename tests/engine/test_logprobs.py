@@ -107,7 +107,10 @@ def test_prompt_logprobs(engine: Engine, length: int) -> None:
     rows = log_softmax(rows_by_hand(engine, prompt))
     assert_scores(scored[1:], prompt[1:], rows[:-1], 2)
     # The prompt's scores change nothing about the output.
-    assert completion.token_ids == engine.generate(prompt, params.replace(prompt_logprobs=None)).token_ids
+    assert (
+        completion.token_ids
+        == engine.generate(prompt, params.replace(prompt_logprobs=None)).token_ids
+    )
 
 
 def test_logprobs_stay_beside_their_tokens(engine: Engine) -> None:

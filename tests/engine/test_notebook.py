@@ -127,7 +127,8 @@ def test_a_view_as_numpy(engine: Engine) -> None:
     view = model.forward.prefill(PROMPT, seq, logits="all")
     assert view is not None
     rows = view.numpy()
-    assert (rows.shape, rows.dtype) == ((3, VOCAB_SIZE), np.float32)
+    assert rows.shape == (3, VOCAB_SIZE)
+    assert rows.dtype == np.float32
     assert view.shape == rows.shape
     assert view.dtype == rows.dtype
     assert len(view) == 3

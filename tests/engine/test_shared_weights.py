@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from atlas import Engine, SamplingParams
+from atlas.backends.cpu.pack import pack
 from atlas.errors import OutOfMemoryError
 from atlas.model import memory
 from atlas.weights.packed_weights import PackedWeights
@@ -121,7 +122,10 @@ def test_a_changed_configuration_is_not_mixed_up(own_folder: Path) -> None:
         config.write_text(text.replace('"rope_theta": 10000.0', '"rope_theta": 500.0'))
         with load_engine(own_folder) as second:
             assert weights_of(first) is not weights_of(second)
-            assert first.generate([5, 6], PARAMS).token_ids != second.generate([5, 6], PARAMS).token_ids
+            assert (
+                first.generate([5, 6], PARAMS).token_ids
+                != second.generate([5, 6], PARAMS).token_ids
+            )
 
 
 def test_one_file_by_two_names_is_one_file(own_folder: Path, tmp_path: Path) -> None:
@@ -146,19 +150,16 @@ def test_threads_that_load_at_once_share(own_folder: Path) -> None:
 def test_a_load_that_fails_leaves_nothing_behind(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from atlas.backends.cpu import runtime
-
     packed = 0
-    original = runtime.pack
 
     def failing(matrices: Any, groups: int = 1) -> Any:
         nonlocal packed
         packed += 1
         if packed == 3:
             raise KeyboardInterrupt
-        return original(matrices, groups)
+        return pack(matrices, groups)
 
-    monkeypatch.setattr(runtime, "pack", failing)
+    monkeypatch.setattr("atlas.backends.cpu.runtime.pack", failing)
     with pytest.raises(KeyboardInterrupt):
         load_engine(own_folder)
     gc.collect()

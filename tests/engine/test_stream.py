@@ -61,7 +61,9 @@ def test_any_ids_and_stops_add_up(
     eos = text_engine.eos_token_ids
     token = st.integers(0, vocab_size - 1).filter(lambda i: i not in eos)
     byte_tokens = tokenizer.encode("🙂日é", add_special=False)
-    ids = data.draw(st.lists(st.one_of(token, st.sampled_from(byte_tokens)), min_size=1, max_size=12))
+    ids = data.draw(
+        st.lists(st.one_of(token, st.sampled_from(byte_tokens)), min_size=1, max_size=12)
+    )
     text = tokenizer.decode(ids, skip_special=True)
     starts = st.integers(0, max(0, len(text) - 1))
     stops = [
@@ -155,7 +157,9 @@ def test_streams_may_take_turns(engine: Engine) -> None:
 
 def test_sampled_streams_draw_as_generate(engine: Engine) -> None:
     params = LONG.replace(temperature=1.0, seed=4)
-    assert joined(list(engine.stream(PROMPT, params)))[1] == engine.generate(PROMPT, params).token_ids
+    assert (
+        joined(list(engine.stream(PROMPT, params)))[1] == engine.generate(PROMPT, params).token_ids
+    )
 
 
 def test_closing_the_engine_ends_an_open_stream(folder: Path) -> None:

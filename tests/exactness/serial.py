@@ -138,9 +138,7 @@ def assert_row(case: Case, seed: int, position: int, actual: bytes) -> None:
         )
 
 
-def assert_rows(
-    case: Case, seed: int, positions: Sequence[int], view: LogitsView | None
-) -> None:
+def assert_rows(case: Case, seed: int, positions: Sequence[int], view: LogitsView | None) -> None:
     """A view's rows are those of these positions."""
     assert view is not None
     assert view.num_rows == len(positions)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from tests.exactness.serial import (
     CASES,
+    FLOAT,
+    QUANTIZED,
     Case,
     assert_continues,
     assert_row,
@@ -32,7 +34,7 @@ def splits(draw: st.DrawFn) -> list[int]:
 
 @pytest.mark.parametrize(("threads", "max_step_tokens"), [(1, 512), (2, 9)])
 @pytest.mark.parametrize("case", CASES, ids=str)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(ends=splits(), seed=st.integers(0, 3))
 @example(ends=[1, 2, 3, 20], seed=0)
 @example(ends=[16, 32, 256, 270], seed=1)
@@ -54,11 +56,12 @@ def test_any_split_equals_one_pass(
         assert_continues(case, model, seed, seq)
 
 
-@pytest.mark.parametrize("max_step_tokens", [512, 9])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_position_of_every_window_is_its_serial_row(
-    case: Case, max_step_tokens: int
-) -> None:
+@pytest.mark.parametrize(
+    ("case", "max_step_tokens"),
+    [*((case, 512) for case in CASES), (FLOAT[0], 9), (QUANTIZED[0], 9)],
+    ids=str,
+)
+def test_every_position_of_every_window_is_its_serial_row(case: Case, max_step_tokens: int) -> None:
     model = case.load(2, max_step_tokens).model
     prompt = text(0)[:290]
     with sequence(model) as seq:
@@ -69,27 +72,22 @@ def test_every_position_of_every_window_is_its_serial_row(
             assert_rows(case, 0, range(start, end), view)
 
 
-@pytest.mark.parametrize("threads", [2])
 @pytest.mark.parametrize("case", CASES, ids=str)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(length=LENGTHS, to=st.integers(0, 270), again=st.integers(1, 20))
 @example(length=257, to=255, again=5)
 @example(length=40, to=0, again=3)
-def test_rewound_positions_are_made_again(
-    case: Case, threads: int, length: int, to: int, again: int
-) -> None:
+def test_rewound_positions_are_made_again(case: Case, length: int, to: int, again: int) -> None:
     """Other tokens that were dropped leave no trace."""
     to = min(to, length)
-    model = case.load(threads).model
+    model = case.load(2).model
     with sequence(model) as seq:
         model.forward.prefill(text(0)[:length], seq, logits="none")
         for token in text(1)[:3]:
             model.forward.decode(token, seq)
         model.lifecycle.rewind(seq, to)
         assert seq.tokens.tolist() == list(text(0)[:to])
-        model.forward.prefill_chunk(
-            text(0)[: to + again], seq, to, again, True, logits="none"
-        )
+        model.forward.prefill_chunk(text(0)[: to + again], seq, to, again, True, logits="none")
         assert_continues(case, model, 0, seq)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +58,18 @@ def test_rows_are_exact_at_every_level(level: str) -> None:
     rows_test = "tests/exactness/test_rows.py::test_every_position_of_a_step_is_its_solo_row"
     verify_test = "tests/exactness/test_verify.py::test_speculation_equals_serial_greedy"
     selected = "gemma-f32 or moe-f32 or dense_wide-q8_0 or moe_wide-q4_k"
-    run(level, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-k", selected, rows_test, verify_test)
+    run(
+        level,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-x",
+        "-k",
+        selected,
+        rows_test,
+        verify_test,
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -68,8 +78,11 @@ def test_ops_agree_with_their_definitions_at_every_level(level: str) -> None:
     run(level, "-m", "pytest", *selected)
 
 
+Logits = NDArray[np.float32]
+
+
 @pytest.fixture(scope="module")
-def logits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Logits]]]:
+def logits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Logits]]:
     """Logits of ``COMPARED`` at each level of this machine, and at the process's own."""
     folder = tmp_path_factory.mktemp("levels")
     found = {}
@@ -79,21 +92,28 @@ def logits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[
         run(level, "-m", "tests.exactness.test_levels", str(folder / f"{level}.npz"))
         with np.load(folder / f"{level}.npz") as file:
             found[level] = dict(file)
-    yield found
-
-
-Logits = NDArray[np.float32]
+    return found
 
 
 @pytest.mark.parametrize("case", COMPARED, ids=str)
-def test_levels_agree(case: Case, logits: dict[str, dict[str, Logits]]) -> None:
-    """Bits may differ; values may not. Quantised activations can round to either side."""
-    reference = logits["plain"][str(case)]
-    tolerance = 1e-4 if case.format in ("f32", "bf16") else 2e-2
-    scale = np.abs(reference).max(axis=-1)
+def test_plain_agrees_with_the_others(case: Case, logits: dict[str, dict[str, Logits]]) -> None:
+    """Close, not equal: without fused multiply-add sums round differently, and a quantised
+    activation may then round to the other side."""
+    tolerance = 1e-4 if case.format in ("f32", "bf16") else 5e-2
+    plain = logits["plain"][str(case)]
     for level, by_case in logits.items():
-        worst = (np.abs(by_case[str(case)] - reference).max(axis=-1) / scale).max()
-        assert worst <= tolerance, f"{level} and plain differ by {worst:.3g}"
+        error = np.abs(by_case[str(case)] - plain).max(axis=-1) / np.abs(plain).max(axis=-1)
+        assert error.max() <= tolerance, f"{level} and plain differ by {error.max():.3g}"
+
+
+@pytest.mark.parametrize("case", COMPARED, ids=str)
+def test_avx2_and_the_widest_vectors_agree_bitwise(
+    case: Case, logits: dict[str, dict[str, Logits]]
+) -> None:
+    """Not promised, but so: 16 lanes are two registers of 8 or one of 16, in the same order."""
+    if "avx2" not in logits:
+        pytest.skip("this CPU has no AVX2")
+    assert logits["avx2"][str(case)].tobytes() == logits["native"][str(case)].tobytes()
 
 
 def main(path: str) -> None:

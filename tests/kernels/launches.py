@@ -1,9 +1,9 @@
-"""How each kernel is launched: an op's arrays to a grid and arguments, for the PTX machine."""
+"""Arrays in device memory and kernels run on them, by the PTX machine or by a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,8 @@ def encode(values: Array, type: str) -> Array:
     """Float32 as an activation type: bf16 as uint16, rounded to nearest even."""
     values = np.ascontiguousarray(values, np.float32)
     if type == "bf16":
-        bits = values.view(np.uint32).astype(np.uint64)
-        return ((bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)).astype(
-            np.uint16
-        )
+        bits = values.view(np.uint32)
+        return ((bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     return values.astype({"f16": np.float16, "f32": np.float32}[type])
 
 
@@ -53,10 +51,10 @@ class Buffer:
 
 @dataclass
 class Bench:
-    """Device memory, arrays put into it, and kernels run on it."""
+    """Arrays put into a memory, and kernels run on them: ``run(name, grid, args)``."""
 
-    ptx_of: Callable[[str], str]
-    memory: Memory = field(default_factory=Memory)
+    memory: Any
+    run: Callable[[str, tuple[int, int], list[Any]], None]
 
     def put(self, values: Array, type: str, pad: int = 0) -> Buffer:
         """Copy in, rows padded by ``pad`` elements of NaN bits."""
@@ -80,10 +78,29 @@ class Bench:
         now = self.memory.get(buffer.address, buffer.stored)[:, :columns]
         return decode(now, buffer.type).reshape(buffer.shape)
 
-    def run(self, name: str, grid: tuple[int, int], args: list[Any]) -> None:
-        from atlas_kernels.registry import load_table
 
-        launch(self.ptx_of(name), grid, load_table()[name].threads, args, self.memory)
+def machine_bench(ptx_of: Callable[[str], str]) -> Bench:
+    """A bench on the PTX machine."""
+    from atlas_kernels.registry import load_table
+
+    memory, table = Memory(), load_table()
+
+    def run(name: str, grid: tuple[int, int], args: list[Any]) -> None:
+        launch(ptx_of(name), grid, table[name].threads, args, memory)
+
+    return Bench(memory, run)
+
+
+def gpu_bench(gpu: Any) -> Bench:
+    """A bench on a ``Gpu``."""
+    from atlas_kernels import build
+
+    def run(name: str, grid: tuple[int, int], args: list[Any]) -> None:
+        if name not in gpu.kernels:
+            gpu.add(build.load(name, gpu.arch))
+        gpu.run(name, grid, args)
+
+    return Bench(gpu, run)
 
 
 def close(got: Array, want: Array, type: str, tolerance: float) -> None:

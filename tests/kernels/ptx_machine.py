@@ -61,13 +61,24 @@ class Memory:
         return offsets[:, None] + np.arange(size)
 
 
-def launch(ptx: str, grid: tuple[int, int], threads: int, args: list[Any], memory: Memory) -> None:
-    """Run a kernel over a grid; ``args`` are integers and np.float32."""
+def launch(
+    ptx: str,
+    grid: tuple[int, int],
+    threads: int,
+    args: list[Any],
+    memory: Memory,
+    order: int = 0,
+) -> None:
+    """Run a kernel over a grid; ``args`` are integers and np.float32.
+
+    ``order`` 0 runs all warps of a block together. 1 and −1 run one warp as far as it goes before
+    the next or the previous one, which a missing barrier does not survive.
+    """
     program = _Program(ptx, args)
     written = np.zeros(memory.data.size, bool)
     for y in range(grid[1]):
         for x in range(grid[0]):
-            _Block(program, memory, written, threads, grid, (x, y)).run()
+            _Block(program, memory, written, threads, grid, (x, y)).run(order)
 
 
 class _Program:
@@ -125,11 +136,19 @@ class _Block:
             "%nctaid.x": full(lanes, grid[0]),
         }
         self.waited = False
+        self.waiting = np.zeros(threads, bool)
 
-    def run(self) -> None:
+    def run(self, order: int) -> None:
         end = len(self.program.code)
-        while (now := int(self.pc.min())) < end:
-            active = self.pc == now
+        rank = order * (np.arange(self.pc.size) // WARP)
+        while (self.pc < end).any():
+            ready = (self.pc < end) & ~self.waiting
+            if not ready.any():
+                self.waiting[:] = False  # all that are left have reached the barrier
+                continue
+            ready &= rank == rank[ready].min()
+            now = int(self.pc[ready].min())
+            active = ready & (self.pc == now)
             predicate, negated, opcode, operands = self.program.code[now]
             self.pc[active] += 1
             if predicate:
@@ -147,9 +166,8 @@ class _Block:
             self.pc[active] = self.program.labels[operands[0]]
         elif opcode == "griddepcontrol.wait":
             self.waited = True
-        elif name == "bar":
-            live = self.pc < end
-            assert (active == live).all(), "a barrier that some threads do not reach"
+        elif opcode == "bar.sync":
+            self._wait(active, end)
         elif name in ("ld", "st"):
             self._access(parts, operands, active)
         elif name == "shfl":
@@ -159,9 +177,16 @@ class _Block:
             self._write(operands[0], self._read(operands[1])[lane], active)
         elif name == "mov":
             self._move(parts, operands, active)
-        elif opcode != "griddepcontrol.launch_dependents":
+        elif opcode not in ("griddepcontrol.launch_dependents", "bar.warp.sync"):
             sources = [self._read(operand) for operand in operands[1:]]
             self._write(operands[0], _compute(parts, sources), active)
+
+    def _wait(self, active: Array, end: int) -> None:
+        """Arrive at ``bar.sync``; those that wait already must wait at the same one."""
+        assert (self.pc < end).all(), "a barrier after some threads have left"
+        together = active | self.waiting
+        assert np.unique(self.pc[together]).size == 1, "two barriers at once"
+        self.waiting = together
 
     def _read(self, operand: str) -> Array:
         """Raw bits, as uint64, of a register, a literal or a shared variable's address."""

@@ -1,8 +1,7 @@
-"""Kernels over heads and KV pools against the ops' NumPy definitions, run by the PTX machine."""
+"""Kernels over heads and KV pools against the ops' definitions, on the PTX machine and on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,11 +40,6 @@ SHAPES = [
     Heads(2, 2, 64, 32, "_scalar"),
 ]
 CASES = [(shape, type) for shape in SHAPES for type in TYPES]
-
-
-@pytest.fixture
-def bench(ptx_of: Callable[[str], str]) -> Bench:
-    return Bench(ptx_of)
 
 
 def _normal(*shape: int, seed: int = 0) -> np.ndarray:

@@ -353,9 +353,7 @@ def test_no_sequence_outgrows_max_seq_len(model: Model) -> None:
         with pytest.raises(PromptTooLongError, match="201 positions"):
             model.forward.decode_batch([1, 2], [other, full])
         with pytest.raises(PromptTooLongError, match="201 positions"):
-            model.forward.mixed_forward(
-                [1], [other], PrefillSlice([1] * 201, full, 200, 1, True)
-            )
+            model.forward.mixed_forward([1], [other], PrefillSlice([1] * 201, full, 200, 1, True))
 
 
 def test_rows_beyond_the_arena_or_the_step_are_refused(loaded: LoadedModel) -> None:

@@ -26,7 +26,7 @@ from atlas.errors import (
 from atlas.model import Model
 from atlas.model.sequence import SequenceState
 from tests.helpers.random_model import CONFIGS, load_random, random_model
-from tests.model.checks import OTHER, PROMPT, prefilled, state, unchanged
+from tests.model.checks import PROMPT, prefilled, state, unchanged
 
 N = len(PROMPT)
 
@@ -240,8 +240,10 @@ def test_no_block_is_lost_or_shared(moves: list[tuple[int, int]]) -> None:
                 lengths[which] = max(0, lengths[which] + step)
                 lifecycle.rewind(seq, lengths[which])
             held = [block for seq in seqs for block in seq.block_table.tolist()]
-            assert len(set(held)) == len(held) == lifecycle.num_total_blocks - (
-                lifecycle.num_free_blocks
+            assert (
+                len(set(held))
+                == len(held)
+                == lifecycle.num_total_blocks - (lifecycle.num_free_blocks)
             )
             assert [seq.seq_len for seq in seqs] == lengths
 
@@ -357,8 +359,6 @@ def test_teardown_ends_the_model_and_its_threads() -> None:
         with pytest.raises(ClosedError):
             use()
     model.lifecycle.teardown()
-    del seq, view
-    gc.collect()
 
 
 def test_capabilities_of_later_issues(model: Model) -> None:

@@ -115,9 +115,7 @@ def test_ties_go_to_the_lowest_id(loaded: LoadedModel) -> None:
 @pytest.mark.contract("logits.argmax")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("at", [0, 100, V - 1])
-def test_argmax_reports_a_row_that_is_not_finite(
-    loaded: LoadedModel, bad: float, at: int
-) -> None:
+def test_argmax_reports_a_row_that_is_not_finite(loaded: LoadedModel, bad: float, at: int) -> None:
     values = np.zeros((1, V), np.float32)
     values[0, at] = bad
     with pytest.raises(NonFiniteLogitsError, match="row 0"):

@@ -13,7 +13,7 @@ from atlas.ops.blocks import FORMATS, HostMatrix, quantize
 
 @dataclass
 class Case:
-    """One call; ``written`` names the arrays to compare, ``tolerance`` is relative to their greatest."""
+    """One call; ``written``: the arrays to compare; ``tolerance``: relative to their greatest."""
 
     id: str
     args: tuple[Any, ...]

@@ -110,6 +110,7 @@ cdef int rewind(RunningSet running, int64_t handle, int64_t position, bint has_s
             f"for {position - 1}")
     request.num_history = position
     request.prompt_len = min(request.prompt_len, position)
+    request.logits_len = min(request.logits_len, position - 1)
     sequence.rewind_to(min(sequence.seq_len, position - 1))
     request.planned_len = sequence.seq_len
     request.num_drafts = 0

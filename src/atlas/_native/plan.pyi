@@ -1,3 +1,4 @@
+from enum import IntEnum, IntFlag
 from typing import Any, Literal
 
 import numpy as np
@@ -5,6 +6,36 @@ from numpy.typing import NDArray
 
 ENTRY: np.dtype[np.void]
 ACTION: np.dtype[np.void]
+
+class EntryKind(IntEnum):
+    STEP = 0
+    PROMPT = 1
+
+class EntryFlag(IntFlag):
+    LAST_CHUNK = 1
+    SAMPLES = 2
+    REPLAY = 4
+    POLL_CALIBRATION = 8
+    NORMALIZE = 16
+    SNAPSHOT = 32
+    FIRST_CHUNK = 64
+
+class ActionKind(IntEnum):
+    COPY_BLOCK = 0
+    SPILL = 1
+    RESTORE = 2
+    REQUEUE = 3
+    MOVE_SLOT = 4
+    ZERO_SLOT = 5
+    COPY_SLOT = 6
+    RESTORE_SNAPSHOT = 7
+
+class FinishReason(IntEnum):
+    LENGTH = 1
+    STOP = 2
+    CANCELLED = 3
+    ERROR = 4
+    EXHAUSTED = 5
 
 class Plan:
     step_id: int

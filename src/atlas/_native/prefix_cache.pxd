@@ -16,14 +16,14 @@ cdef enum miss_reason:
 cdef struct prefix_match:
     int32_t node            # the deepest one matched, or NONE
     int64_t num_blocks
-    int64_t exact_tokens    # the leading ones that owe nothing to a step token
+    int64_t exact_tokens    # fewer than matched: what is computed next is not exact
     int32_t snapshot_node   # of the deepest usable snapshot, or NONE
     int64_t snapshot_tokens
     miss_reason reason
 
 
 cdef class PrefixCache(RadixTree):
-    cdef readonly bint recurrent        # a match is worth nothing without a snapshot
+    cdef readonly bint recurrent        # a match ends at a snapshot
     cdef readonly int64_t num_snapshots
     cdef readonly int64_t hits
     cdef readonly int64_t matched_tokens
@@ -36,8 +36,9 @@ cdef class PrefixCache(RadixTree):
     cdef int64_t _num_orphans
     cdef int64_t _orphan_capacity
 
-    # The scheduler's doors. `find` takes no reference: what it found holds until the next insert
-    # or eviction (`reclaim` keeps what it is given). `claim` takes them, into room for num_blocks.
+    # The scheduler's doors. `find` changes nothing: what it found holds until the next insert or
+    # eviction (`reclaim` keeps what it is given). `claim` takes a reference on each block, writes
+    # them into room for num_blocks and counts the match.
     cdef void find(self, const int32_t *tokens, int64_t num_tokens, uint64_t seed,
                    bint reuse_generated, int64_t max_tokens, prefix_match *found) noexcept nogil
     cdef void claim(self, const prefix_match *found, uint32_t *blocks) noexcept nogil

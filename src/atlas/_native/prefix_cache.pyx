@@ -30,7 +30,7 @@ class MissReason(enum.IntEnum):
     DIVERGED = MISS_DIVERGED    # a later one is: other text, not cached so far, or evicted
     GENERATED = MISS_GENERATED  # the next block is generated, and those were excluded
     CAPPED = MISS_CAPPED        # the next block is cached too, but max_tokens excludes it
-    SNAPSHOT = MISS_SNAPSHOT    # blocks are cached but no usable snapshot is, so none was matched
+    SNAPSHOT = MISS_SNAPSHOT    # more blocks are cached, but no usable snapshot goes so far
 
 
 cdef class PrefixMatch:
@@ -53,9 +53,9 @@ cdef class PrefixMatch:
 cdef class PrefixCache(RadixTree):
     """Cached prefixes over the blocks of ``pool``; a pool has one cache at most.
 
-    ``recurrent`` says that the model cannot continue from KV alone: without a usable snapshot
-    nothing is matched. Snapshots are numbers that the caller gave; who reads one while it could
-    be evicted holds a reference of its own.
+    ``recurrent`` says that the model cannot continue from KV alone: a match then ends at the
+    deepest usable snapshot, and without one nothing is matched. Snapshots are numbers that the
+    caller gave; who reads one while it could be evicted holds a reference of its own.
     """
 
     def __cinit__(self, BlockPool pool not None, int64_t block_size=16, *, bint recurrent=False):
@@ -76,7 +76,6 @@ cdef class PrefixCache(RadixTree):
         cdef int32_t child
         cdef bint usable
         cdef radix_node *node
-        self.start_use()
         found.node = NONE
         found.num_blocks = 0
         found.exact_tokens = 0
@@ -96,7 +95,6 @@ cdef class PrefixCache(RadixTree):
                                 else MISS_DIVERGED if found.num_blocks else MISS_COLD)
                 break
             node = &self._nodes[child]
-            node.last_used = self._clock
             tokens += self.block_size
             found.node = child
             found.num_blocks += 1
@@ -105,13 +103,14 @@ cdef class PrefixCache(RadixTree):
             if node.snapshot != NONE and (reuse_generated or not node.snapshot_generated):
                 found.snapshot_node = child
                 found.snapshot_tokens = found.num_blocks * self.block_size
-        if found.snapshot_node != NONE:
-            if self._nodes[found.snapshot_node].snapshot_generated:
-                found.exact_tokens = min(found.exact_tokens, found.snapshot_tokens)
-        elif self.recurrent and found.num_blocks:
-            found.node = NONE
-            found.num_blocks = 0
-            found.exact_tokens = 0
+        if (found.snapshot_node != NONE
+                and self._nodes[found.snapshot_node].snapshot_generated):
+            # Its blocks may be exact, but what is computed next is not: it counts as fewer.
+            found.exact_tokens = min(found.exact_tokens, found.snapshot_tokens - self.block_size)
+        if self.recurrent and found.snapshot_tokens < found.num_blocks * self.block_size:
+            found.node = found.snapshot_node
+            found.num_blocks = found.snapshot_tokens // self.block_size
+            found.exact_tokens = min(found.exact_tokens, found.snapshot_tokens)
             found.reason = MISS_SNAPSHOT
 
     cdef void claim(self, const prefix_match *found, uint32_t *blocks) noexcept nogil:
@@ -148,10 +147,11 @@ cdef class PrefixCache(RadixTree):
         -------
         PrefixMatch
             ``num_tokens``, a multiple of the block size; ``blocks``, uint32
-            [num_tokens / block_size], released by the caller; ``exact_tokens``, how many of them
-            owe nothing to step tokens (the caller inserts with no greater ``prompt_len`` if they
-            are fewer than matched); ``snapshot_id`` (or None) and ``snapshot_tokens`` of the
-            deepest usable recurrent snapshot; ``reason``, a ``MissReason``.
+            [num_tokens / block_size], released by the caller; ``exact_tokens``, fewer than
+            matched if anything generated is among what was found: then what is computed next is
+            not exact either, and the caller inserts with no greater ``prompt_len``;
+            ``snapshot_id`` (or None) and ``snapshot_tokens`` of the deepest usable recurrent
+            snapshot; ``reason``, a ``MissReason``.
         """
         cdef prefix_match found
         cdef uint32_t[::1] blocks

@@ -38,6 +38,7 @@ cdef class RadixTree:
     cdef int32_t *_table                # open addressing by hash; NONE: empty
     cdef uint64_t _mask
     cdef uint64_t _salt
+    cdef uint64_t _hash_bits            # all ones; fewer in tests of collisions
     cdef uint64_t _clock                # counts uses
     cdef eviction_candidate *_heap      # least recently used first
     cdef int64_t _heap_len

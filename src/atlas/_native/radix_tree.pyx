@@ -31,8 +31,8 @@ cdef class RadixTree:
     """The nodes, their table and their order of eviction; ``PrefixCache`` gives them meaning.
 
     All memory is taken at once: every node has a block of its own, so there are never more nodes
-    than blocks in the pool. The time of a node's last use is when it was last matched, inserted,
-    or let go by a sequence.
+    than blocks in the pool. A node's last use is when its tokens were last inserted or the last
+    holder of its block let go; until then it stays anyway.
     """
 
     def __cinit__(self, BlockPool pool not None, int64_t block_size=16, **for_subclass):
@@ -58,6 +58,7 @@ cdef class RadixTree:
             self._node_of[i] = NONE
         memset(self._table, 0xFF, num_slots * sizeof(int32_t))  # all NONE
         # A secret salt, so that no prompt can be chosen to collide with others.
+        self._hash_bits = <uint64_t>-1
         self._salt = int.from_bytes(os.urandom(8), "little")
         pool.record_fallen()
         self._attached = True
@@ -91,7 +92,7 @@ cdef class RadixTree:
         if self.block_size & 1:
             pair = <uint64_t><uint32_t>tokens[self.block_size - 1]
             prefix = atlas_fold(prefix ^ pair, HASH_FACTOR)
-        return prefix
+        return prefix & self._hash_bits
 
     cdef int32_t child(self, int32_t parent, uint64_t hash, uint64_t seed,
                        const int32_t *tokens) noexcept nogil:
@@ -262,6 +263,13 @@ cdef class RadixTree:
         return NONE
 
     # -- for people and tests ---------------------------------------------------------------
+
+    def weaken_hash(self, int num_bits):
+        """Keep 0 … 64 bits of every hash, so that a test sees what collisions do."""
+        if self.num_blocks or not 0 <= num_bits <= 64:
+            raise InvalidArgumentError(
+                f"num_bits is {num_bits}; allowed: 0 … 64 while the cache is empty")
+        self._hash_bits = (<uint64_t>1 << num_bits) - 1 if num_bits < 64 else <uint64_t>-1
 
     def entries(self):
         """Every node as (seed, tokens from position 0 on, block, generated, snapshot id or None).

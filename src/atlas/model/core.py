@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas._native.batch_writer import write_batch
 from atlas._native.block_pool import BlockPool
+from atlas._native.plan import Plan
+from atlas._native.prefix_cache import PrefixCache
 from atlas.cache.kv import KvPools
 from atlas.config import ModelConfig
 from atlas.errors import (
@@ -86,6 +89,7 @@ class ModelCore:
         self.arena = LogitsArena(buffers.logits, self.lifetime.require)
         self.key = object()
         self.streams: set[int] = {0}
+        self.prefix_cache: PrefixCache | None = None
         self.last_decode: tuple[int, int] | None = None  # (arena generation, rows)
         self._thread = threading.get_ident()
         self._driver: int | None = None  # thread of an engine's step that is under way
@@ -166,6 +170,9 @@ class ModelCore:
     def reserve(self, seq: SequenceState, num_positions: int) -> None:
         """Room for positions 0 … num_positions − 1 of one sequence."""
         self.require_length(num_positions)
+        missing = -(-num_positions // self.pools.block_size) - seq.native.num_blocks
+        if self.prefix_cache is not None and missing > self.blocks.num_free:
+            self.prefix_cache.evict(missing - self.blocks.num_free)
         seq.native.reserve(num_positions)
 
     @contextmanager
@@ -284,6 +291,29 @@ class ModelCore:
         self.last_decode = None
         self.arena.overwrite(shape.first_logits, shape.logits)
         self.runtime.run(self.network, buffers, shape)
+
+    def run_plan(self, plan: Plan) -> None:
+        """One sweep for a scheduler's plan; its logits go to the arena rows from 0 on."""
+        buffers = self.buffers
+        write_batch(
+            plan,
+            buffers.token_ids,
+            buffers.positions,
+            buffers.slots,
+            buffers.cu_rows,
+            buffers.block_tables,
+            buffers.logits_rows,
+        )
+        self.last_decode = None
+        self.arena.overwrite(0, plan.num_logits)
+        shape = StepShape(plan.num_rows, plan.num_seqs, plan.num_logits)
+        self.runtime.run(self.network, buffers, shape)
+
+    def argmax_rows(self, count: int) -> Ints:
+        """Greedy id of arena rows 0 … count − 1; −1 marks a row that is not finite."""
+        out = np.empty(count, np.int32)
+        self.runtime.ops.argmax(self.buffers.logits[:count], out=out)
+        return out
 
     def commit(self, seq: SequenceState, ids: Ints, kind: RowKind, verify_rows: int = 0) -> None:
         """Advance a sequence over rows that ran."""

@@ -33,7 +33,8 @@ _DEFAULT_SEQ_LEN = 8192
 _MAX_ROWS = 512
 _PIECE_ROWS = 128  # more are no faster, and fewer pages of the buffers are touched
 _LOGITS_ROWS = 64
-_MAX_SEQS = 48
+_MAX_RUNNING = 32
+_MAX_PREFILLS = 16
 MAX_THREADS = 1024
 
 
@@ -55,6 +56,8 @@ class LoadOptions:
     quantize : {"q8_0", "q4_0"}, optional
     max_step_tokens : int
         Rows of one step; longer prompt windows run in pieces.
+    max_running : int
+        Sequences of a decode step; sizes the metadata and the logits arena.
     """
 
     dtype: Literal["auto", "float32"] = "auto"
@@ -64,12 +67,13 @@ class LoadOptions:
     kv_tokens: int | None = None
     quantize: Quantize | None = None
     max_step_tokens: int = _MAX_ROWS
+    max_running: int = _MAX_RUNNING
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32"))
         _one_of("kv_dtype", self.kv_dtype, ("auto", "float32", "float16"))
         _one_of("quantize", self.quantize, (None, "q8_0", "q4_0"))
-        for name in ("threads", "max_seq_len", "kv_tokens", "max_step_tokens"):
+        for name in ("threads", "max_seq_len", "kv_tokens", "max_step_tokens", "max_running"):
             value = getattr(self, name)
             if value is None and name in ("max_seq_len", "kv_tokens"):
                 continue
@@ -78,9 +82,7 @@ class LoadOptions:
                 raise InvalidArgumentError(f"{name} is {value!r}; allowed: an integer of 1 or more")
             object.__setattr__(self, name, int(value))
         if self.threads > MAX_THREADS:
-            raise InvalidArgumentError(
-                f"threads is {self.threads}; allowed: 1 … {MAX_THREADS}"
-            )
+            raise InvalidArgumentError(f"threads is {self.threads}; allowed: 1 … {MAX_THREADS}")
         if self.dtype == "float32" and self.quantize is not None:
             raise InvalidArgumentError(
                 f"dtype 'float32' and quantize {self.quantize!r} contradict each other"
@@ -183,7 +185,9 @@ def _load(
             on_progress=on_progress,
         )
         network = builder.build()
-        runtime.prepare(network, buffers, [StepShape(rows, 1, 1) for rows in (limits.piece_rows, 1)])
+        runtime.prepare(
+            network, buffers, [StepShape(rows, 1, 1) for rows in (limits.piece_rows, 1)]
+        )
         core = ModelCore(config, network, runtime, pools, buffers, limits)
     except BaseException:
         runtime.close()
@@ -217,8 +221,13 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
     kv_dtype = _kv_dtype(options, checkpoint)
     num_blocks = -(-(options.kv_tokens or max_seq_len) // BLOCK_SIZE)
     max_rows = options.max_step_tokens
+    most = metadata_rows(options.max_running)
     limits = Limits(
-        max_rows, min(max_rows, _PIECE_ROWS), metadata_rows(_MAX_SEQS), _LOGITS_ROWS, max_seq_len
+        max_rows,
+        min(max_rows, _PIECE_ROWS),
+        most + _MAX_PREFILLS,
+        max(_LOGITS_ROWS, most + _MAX_PREFILLS),
+        max_seq_len,
     )
     buffers = buffer_shapes(
         config, limits.max_rows, limits.max_seqs, -(-max_seq_len // BLOCK_SIZE), limits.logits_rows

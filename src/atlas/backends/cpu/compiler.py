@@ -69,7 +69,10 @@ def _symbol(name: str) -> str:
 
 @cache
 def _linker() -> llvm.ExecutionEngine:
-    """One for all objects: each would cost over 2 MB. Never disposed of, as a fork may interrupt."""
+    """One for all objects, as each would cost over 2 MB.
+
+    It is never disposed of: that takes a lock of LLVM's, which a fork could leave held for ever.
+    """
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
 
 
@@ -107,4 +110,10 @@ def compile_body(name: str) -> bytes:
         raise KernelError(f"body {name} does not compile: {error}") from error
     module = llvm.parse_assembly(compiled.library.get_llvm_str())
     module.get_function(compiled.fndesc.llvm_func_name).name = _symbol(name)
+    # Numba numbers what a body calls by the order of compilation in its process, so objects of two
+    # processes may give one weak name to different functions. Only the entry may be seen outside.
+    for value in (*module.functions, *module.global_variables):
+        if value.name != _symbol(name) and not value.is_declaration:
+            value.linkage = "internal"
+    module.verify()
     return bytes(_target_machine().emit_object(module))

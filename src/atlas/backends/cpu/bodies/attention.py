@@ -155,6 +155,13 @@ def _segment(load_keys, load_values, width):
         return top, sum_lanes(total)
 
     @device
+    def add_seen(total, value, weight, position, start, end):
+        """total + weight · value where the query sees the position."""
+        if start <= position and position < end:
+            return fma(value, splat(load_f32(weight)), total)
+        return total
+
+    @device
     def segment(q, starts, ends, base, k_head, v_head, plane, table, dims, scale, cap, scores, out):
         """Partial softmax of queries q[0 … 3] over positions base … base + 255.
 
@@ -181,6 +188,12 @@ def _segment(load_keys, load_values, width):
         m1, l1 = weigh(scores + row, low, high, g1)
         m2, l2 = weigh(scores + 2 * row, low, high, g2)
         m3, l3 = weigh(scores + 3 * row, low, high, g3)
+        # Keys that all four queries see, and the few at either end that only some see: a key's
+        # value may be infinite, so it is not even multiplied by a weight of 0.
+        seen_from = max(low, max(max(starts[0], starts[1]), max(starts[2], starts[3])) - base)
+        seen_to = min(high, min(min(ends[0], ends[1]), min(ends[2], ends[3])) - base)
+        if seen_from > seen_to:
+            seen_from, seen_to = high, high
         for i in range(0, dim, 16):
             count = min(16, dim - i)
             a0, a1, a2, a3 = zeros(), zeros(), zeros(), zeros()
@@ -189,13 +202,22 @@ def _segment(load_keys, load_values, width):
                 position = base + at
                 block = load_i32(table + position // block_size * 4)
                 values = v_head + (block * plane + position % block_size * dim + i) * width
-                for j in range(min(16, high - at)):
+                stop = min(16, high - at)
+                inner = min(max(seen_from - at, 0), stop)
+                outer = min(max(seen_to - at, inner), stop)
+                for j in range(stop):
                     value = load_values(values + j * dim * width, count)
                     here = scores + (at + j) * 4
-                    a0 = fma(value, splat(load_f32(here)), a0)
-                    a1 = fma(value, splat(load_f32(here + row)), a1)
-                    a2 = fma(value, splat(load_f32(here + 2 * row)), a2)
-                    a3 = fma(value, splat(load_f32(here + 3 * row)), a3)
+                    if inner <= j and j < outer:
+                        a0 = fma(value, splat(load_f32(here)), a0)
+                        a1 = fma(value, splat(load_f32(here + row)), a1)
+                        a2 = fma(value, splat(load_f32(here + 2 * row)), a2)
+                        a3 = fma(value, splat(load_f32(here + 3 * row)), a3)
+                    else:
+                        a0 = add_seen(a0, value, here, position + j, starts[0], ends[0])
+                        a1 = add_seen(a1, value, here + row, position + j, starts[1], ends[1])
+                        a2 = add_seen(a2, value, here + 2 * row, position + j, starts[2], ends[2])
+                        a3 = add_seen(a3, value, here + 3 * row, position + j, starts[3], ends[3])
                 at += 16
             store(out[0] + i * 4, a0)
             store(out[1] + i * 4, a1)

@@ -1,0 +1,67 @@
+"""KV blocks in host memory while their sequence is preempted, and copies between blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from atlas._native.plan import ActionKind, Plan
+from atlas.cache.kv import KvPools
+from atlas.errors import CapabilityError
+from atlas.layers.step import Array
+
+
+class HostStore:
+    """Carries out a plan's actions on the KV pools, in order."""
+
+    def __init__(self, pools: KvPools) -> None:
+        self._pools = pools
+        self._spilled: dict[int, list[Array]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of spilled blocks."""
+        return sum(part.nbytes for parts in self._spilled.values() for part in parts)
+
+    def put(self, handle: int, parts: list[Array]) -> None:
+        """Blocks of a saved session, for a RESTORE to come."""
+        self._spilled[handle] = parts
+
+    def read(self, blocks: Array) -> list[Array]:
+        """Copies of blocks, layer by layer, K then V: [n, …] each."""
+        pools = (self._pools.keys, self._pools.values)
+        return [pool[blocks] for layer in zip(*pools, strict=True) for pool in layer]
+
+    def write(self, blocks: Array, parts: list[Array]) -> None:
+        """What :meth:`read` gave, into other blocks."""
+        pools = (self._pools.keys, self._pools.values)
+        flat = [pool for layer in zip(*pools, strict=True) for pool in layer]
+        for pool, part in zip(flat, parts, strict=True):
+            pool[blocks[: len(part)]] = part
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy on write: one block, all layers."""
+        for pool in (*self._pools.keys, *self._pools.values):
+            pool[target] = pool[source]
+
+    def forget(self, handle: int) -> None:
+        """A request ended: drop what is still spilled of it."""
+        self._spilled.pop(handle, None)
+
+    def perform(self, plan: Plan) -> None:
+        """What must happen before the plan's step runs."""
+        actions = plan.actions
+        if not len(actions):
+            return
+        blocks = plan.action_blocks
+        for action in actions:
+            kind, handle = int(action["kind"]), int(action["handle"])
+            first = int(action["first_block"])
+            named = blocks[first : first + int(action["num_blocks"])].astype(np.int64)
+            if kind == ActionKind.COPY_BLOCK:
+                self.copy_block(int(action["source"]), int(action["target"]))
+            elif kind == ActionKind.SPILL:
+                self._spilled[handle] = self.read(named)
+            elif kind == ActionKind.RESTORE:
+                self.write(named, self._spilled.pop(handle))
+            elif kind != ActionKind.REQUEUE:
+                raise CapabilityError(f"action {ActionKind(kind).name} needs recurrent state")

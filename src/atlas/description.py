@@ -1,0 +1,41 @@
+"""What an engine holds, in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from html import escape
+
+from atlas.model.lifetime import Lifetime
+from atlas.model.load import LoadedModel
+
+
+def describe(loaded: LoadedModel, path: str, format_name: str, threads: int) -> dict[str, str]:
+    """Short texts by name: model, file, weights, memory, sequence, device, state."""
+    core, plan = loaded.core, loaded.plan
+    formats = Counter(loaded.formats.values())
+    return {
+        "model": f"{core.config.architecture}, {core.config.num_layers} layers × "
+        f"{core.config.hidden_size}",
+        "file": f"{path} ({format_name})",
+        "weights": ", ".join(f"{count} × {name}" for name, count in sorted(formats.items())),
+        "memory": f"{plan.weights / 2**20:.0f} MiB weights, "
+        f"{plan.kv_pool / 2**20:.0f} MiB KV ({loaded.kv_dtype})",
+        "sequence": f"up to {core.limits.max_seq_len} positions",
+        "device": f"{core.runtime.fingerprint}, {threads} threads",
+        "state": _state(core.lifetime),
+    }
+
+
+def _state(lifetime: Lifetime) -> str:
+    if not lifetime.in_own_process:
+        return "of the parent process"
+    return "closed" if lifetime.closed else "open"
+
+
+def html_table(caption: str, rows: Mapping[str, str]) -> str:
+    """A two-column table for notebooks."""
+    cells = "".join(
+        f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>" for key, value in rows.items()
+    )
+    return f"<table><caption>{escape(caption)}</caption>{cells}</table>"

@@ -1,0 +1,327 @@
+"""Who steps the engine, and how requests and events cross threads.
+
+Submitting and cancelling only fill an inbox, so that nobody waits for a step; whoever steps takes
+it in first. Either callers step (``generate``, ``stream``, ``step``) or an owner thread does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from atlas.errors import (
+    AtlasError,
+    ClosedError,
+    InvalidArgumentError,
+    KvExhausted,
+    ModelBusyError,
+    QueueFullError,
+    WrongThreadError,
+)
+from atlas.event import Event
+from atlas.live_request import LiveRequest
+from atlas.model.core import ModelCore
+from atlas.step_loop import StepLoop
+
+_POLL_S = 0.05  # how soon a waiting caller notices that the owner thread ended
+
+
+class Driver:
+    """Steps a loop from one thread at a time.
+
+    Parameters
+    ----------
+    core : ModelCore
+    loop : StepLoop
+    max_waiting : int, optional
+        Requests that may wait for their first token; more are refused.
+    """
+
+    def __init__(self, core: ModelCore, loop: StepLoop, max_waiting: int | None) -> None:
+        self._core = core
+        self._loop = loop
+        self._max_waiting = max_waiting
+        self._step_lock = threading.RLock()
+        self._state = threading.Condition()  # guards everything below
+        self._live: dict[str, LiveRequest] = {}
+        self._inbox: deque[LiveRequest] = deque()
+        self._cancels: deque[str] = deque()
+        self._events: deque[Event] = deque()
+        self._owner: threading.Thread | None = None
+        self._stopping = False
+        self._pauses = 0
+        self._stepping = False  # guarded by the step lock
+        self.draining = False
+        self.failure: BaseException | None = None  # what ended the owner thread
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def submit(self, request: LiveRequest, *, public: bool) -> None:
+        """Queue a request; its events go to ``poll`` (public) or to its own sink.
+
+        Raises
+        ------
+        InvalidArgumentError
+            A live request has the same id.
+        QueueFullError
+            ``max_waiting`` requests wait already, or the engine drains.
+        KvExhausted
+            The KV pool cannot hold the request even alone.
+        """
+        self._core.require_alive()
+        self._require_pool(request)
+        sink = self._publish if public else request.sink
+        request.sink = lambda event: self._hand_over(event, sink)
+        with self._state:
+            self._core.require_alive()
+            if request.request_id in self._live:
+                raise InvalidArgumentError(
+                    f"request_id {request.request_id!r} is in use; allowed: a new one"
+                )
+            waiting = sum(not live.first_token_s for live in self._live.values())
+            if self.draining:
+                raise QueueFullError("the engine drains; allowed: no new requests")
+            if self._max_waiting is not None and waiting >= self._max_waiting:
+                raise QueueFullError(
+                    f"{waiting} requests wait; allowed: max_waiting {self._max_waiting}"
+                )
+            self._live[request.request_id] = request
+            self._inbox.append(request)
+            self._state.notify_all()
+
+    def _require_pool(self, request: LiveRequest) -> None:
+        most = len(request.prompt_ids) + request.generations[0].max_tokens - 1
+        blocks = -(-most // self._core.pools.block_size)
+        if blocks > self._core.blocks.num_total:
+            raise KvExhausted(
+                f"{len(request.prompt_ids)} prompt tokens and "
+                f"{request.generations[0].max_tokens} new ones need {blocks} KV blocks; "
+                f"the pool has {self._core.blocks.num_total} (raise kv_tokens)"
+            )
+
+    def cancel(self, request_id: str) -> bool:
+        """Ask for a request to end; False when no such request is live."""
+        with self._state:
+            if request_id not in self._live:
+                return False
+            self._live[request_id].cancelled = True
+            self._cancels.append(request_id)
+            self._state.notify_all()
+            return True
+
+    def find(self, request_id: str) -> LiveRequest:
+        """A live request by id."""
+        with self._state:
+            request = self._live.get(request_id)
+        if request is None:
+            raise InvalidArgumentError(f"request_id {request_id!r} is not live")
+        return request
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._live)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that wait or run."""
+        return len(self._live)
+
+    def _publish(self, event: Event) -> None:
+        self._events.append(event)
+
+    def _hand_over(self, event: Event, sink: Callable[[Event], None]) -> None:
+        with self._state:
+            if event.is_last:
+                self._live.pop(event.request_id, None)
+            sink(event)
+            self._state.notify_all()
+
+    def take_events(self) -> list[Event]:
+        """Public events since the last call."""
+        with self._state:
+            events = list(self._events)
+            self._events.clear()
+        return events
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """Take in the inbox and run one step; False when there was nothing to do."""
+        self._core.require_alive()  # before the lock, which a forked child may never get
+        with self._step_lock, self._core.driven_here():
+            if self._stepping:
+                raise ModelBusyError("a callback of a step cannot step the same engine")
+            self._stepping = True
+            try:
+                self.take_inbox()
+                return self._loop.step()
+            finally:
+                self._stepping = False
+
+    def take_inbox(self) -> None:
+        """Carry out cancellations and hand new requests to the loop (the step lock is held)."""
+        while True:
+            with self._state:
+                if self._cancels:
+                    request = self._live.get(self._cancels.popleft())
+                    if request is None:
+                        continue
+                    if request in self._inbox:
+                        self._inbox.remove(request)
+                    cancelled = True
+                elif self._inbox:
+                    request, cancelled = self._inbox.popleft(), False
+                else:
+                    return
+            if cancelled:
+                self._loop.cancel(request)
+                continue
+            try:
+                self._loop.add(request)
+            except AtlasError as error:
+                request.end_all(error)
+
+    def advance_until(self, done: Callable[[], bool]) -> None:
+        """Step, or wait for the owner thread's steps, until ``done()``.
+
+        Raises
+        ------
+        ClosedError
+            The engine was closed meanwhile.
+        """
+        while not done():
+            if self.owned and threading.current_thread() is not self._owner:
+                with self._state:
+                    if not done():
+                        self._state.wait(_POLL_S)
+                self._core.require_alive()
+                continue
+            with self._step_lock:
+                if not done() and not self.advance() and not done():
+                    # Nothing can run: another thread has taken the last step.
+                    self._core.require_alive()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """The calling thread's turn on the model; the owner thread waits."""
+        self._core.require_alive()
+        with self._state:
+            self._pauses += 1
+        try:
+            with self._step_lock, self._core.driven_here():
+                yield
+        finally:
+            with self._state:
+                self._pauses -= 1
+                self._state.notify_all()
+
+    def wait_events(self, timeout: float | None) -> list[Event]:
+        """Public events; steps (or waits for the owner) until there are some or time is out."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            events = self.take_events()
+            if events or (end is not None and time.monotonic() >= end):
+                return events
+            if self.owned:
+                with self._state:
+                    if not self._events:
+                        left = _POLL_S if end is None else min(_POLL_S, end - time.monotonic())
+                        self._state.wait(max(0.0, left))
+                self._core.require_alive()
+            elif not self.has_unfinished or not self.advance():
+                return self.take_events()
+
+    # -- the owner thread ---------------------------------------------------------------------
+
+    @property
+    def owned(self) -> bool:
+        """Whether an owner thread steps."""
+        return self._owner is not None and self._owner.is_alive()
+
+    def require_not_owned(self, what: str) -> None:
+        """Raise ModelBusyError while the owner thread runs and this is not its pause."""
+        if self.owned and not self._holds_step_lock():
+            raise ModelBusyError(f"{what}: the owner thread runs; use engine.paused()")
+
+    def _holds_step_lock(self) -> bool:
+        return self._step_lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+    def start(self) -> None:
+        """Let a thread of the engine's own do the steps; idempotent."""
+        with self._state:
+            self._core.require_alive()
+            if self.owned:
+                return
+            self._stopping = False
+            self.failure = None
+            self._owner = threading.Thread(target=self._own, name="atlas-owner", daemon=True)
+            self._owner.start()
+        atexit.register(_stop_at_exit, weakref.ref(self))
+
+    def stop(self) -> None:
+        """End the owner thread after its present step; requests stay. Idempotent."""
+        owner = self._owner
+        if owner is None:
+            return
+        if threading.current_thread() is owner:
+            raise WrongThreadError("the owner thread cannot stop itself")
+        with self._state:
+            self._stopping = True
+            self._state.notify_all()
+        owner.join()
+        self._owner = None
+
+    def _own(self) -> None:
+        while True:
+            with self._state:
+                while not self._stopping and (self._pauses or not self._has_work()):
+                    self._state.wait()
+                if self._stopping:
+                    return
+            try:
+                self.advance()
+            except ClosedError:
+                return
+            except BaseException as error:
+                self.failure = error
+                self._fail_all(error)
+                raise
+
+    def _has_work(self) -> bool:
+        return bool(self._inbox or self._cancels or self._loop.has_unfinished)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """The owner thread cannot go on: nobody may wait for ever."""
+        with self._state:
+            live = list(self._live.values())
+        for request in live:
+            request.end_all(AtlasError(f"the owner thread ended: {error!r}"))
+
+    def close(self) -> None:
+        """End the owner thread, every request and the model; idempotent."""
+        self.stop()
+        with self._step_lock:
+            if self._core.lifetime.closed:
+                return
+            if self._stepping:
+                raise ModelBusyError("a callback of a step cannot close the engine")
+            closed = ClosedError("the engine was closed")
+            with self._state:
+                waiting = list(self._inbox)
+                self._inbox.clear()
+            self._loop.close(closed)
+            for request in waiting:
+                request.end_all(closed)
+            self._core.close()
+
+
+def _stop_at_exit(reference: weakref.ref[Driver]) -> None:
+    driver = reference()
+    if driver is not None and driver._core.lifetime.in_own_process:
+        driver.stop()

@@ -1,0 +1,80 @@
+"""How requests share an engine: options of the scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from atlas.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingOptions:
+    """How requests share the engine.
+
+    Attributes
+    ----------
+    max_running : int
+        Sequences that hold KV blocks at a time.
+    chunk_tokens : int
+        Prompt tokens of one request in a step at most.
+    max_prefills : int
+        Prompts in a step at most.
+    preemption : {"requeue", "spill"}
+        What happens to a sequence when the KV cache is full: its tokens run again later, or its
+        blocks wait in host memory.
+    prefix_cache : bool
+        Keep finished prompts' blocks for prompts that begin alike.
+    reuse_generated : bool
+        Whether blocks made by generated tokens may serve later prompts.
+    token_deadline_s : float
+        Above 0: no prompt runs while a running sequence's last token is older than 80 % of it.
+    aging_s : float
+        A request that has waited longer comes before others' priority; 0 = never.
+    """
+
+    max_running: int = 32
+    chunk_tokens: int = 128
+    max_prefills: int = 4
+    preemption: str = "requeue"
+    prefix_cache: bool = True
+    reuse_generated: bool = True
+    token_deadline_s: float = 0.0
+    aging_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "chunk_tokens", "max_prefills"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or not 1 <= value <= 1024:
+                raise InvalidArgumentError(f"{name} is {value!r}; allowed: an integer, 1 … 1024")
+        for name in ("token_deadline_s", "aging_s"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 <= value < 1e9:
+                raise InvalidArgumentError(f"{name} is {value!r}; allowed: seconds, 0 or more")
+        if self.preemption not in ("requeue", "spill"):
+            raise InvalidArgumentError(
+                f"preemption is {self.preemption!r}; allowed: 'requeue', 'spill'"
+            )
+        for name in ("prefix_cache", "reuse_generated"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgumentError(
+                    f"{name} is {getattr(self, name)!r}; allowed: True, False"
+                )
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> SchedulingOptions:
+        """Options by name; an unknown name is a TypeError, as for any keyword, with the nearest."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in mapping:
+            if key not in names:
+                near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
+                raise TypeError(
+                    f"unknown engine option {key!r}; did you mean {near[0]!r}? "
+                    f"allowed: {', '.join(names)}"
+                )
+        return cls(**mapping)

@@ -1,0 +1,324 @@
+"""The loop behind the engine: scheduler, model, samplers, events.
+
+    submit -> Scheduler.plan -> run -> logits -> Generation -> Scheduler.commit -> events
+
+Not thread-safe: the engine holds its lock around every call.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from atlas._native.plan import EntryFlag, EntryKind, FinishReason, Plan
+from atlas._native.prefix_cache import PrefixCache
+from atlas._native.scheduler import Scheduler
+from atlas.cache.host_store import HostStore
+from atlas.errors import (
+    AtlasError,
+    CallbackError,
+    KvExhausted,
+    NonFiniteLogitsError,
+)
+from atlas.generation import Generation
+from atlas.live_request import LiveRequest
+from atlas.model.core import ModelCore
+from atlas.model.records import PADDED_BATCH_SIZES
+from atlas.request import Delta, TokenLogprob
+from atlas.sampler import Sampled, score_token
+from atlas.scheduling import SchedulingOptions
+
+Choice = tuple[Generation, Sampled | AtlasError]
+
+
+class StepLoop:
+    """Requests on one model, a step at a time."""
+
+    def __init__(self, core: ModelCore, options: SchedulingOptions, weights: Any) -> None:
+        self.core = core
+        self.cache = (
+            PrefixCache(core.blocks, core.pools.block_size) if options.prefix_cache else None
+        )
+        core.prefix_cache = self.cache
+        self.scheduler = Scheduler(
+            core.blocks,
+            core.pools.block_size,
+            cache=self.cache,
+            max_running=options.max_running,
+            max_step_tokens=core.limits.max_rows,
+            max_logits_rows=core.limits.logits_rows,
+            chunk_tokens=min(options.chunk_tokens, core.limits.max_rows),
+            max_prefills=options.max_prefills,
+            spill=options.preemption == "spill",
+            reuse_generated=options.reuse_generated,
+            token_deadline_us=int(options.token_deadline_s * 1e6),
+            aging_us=int(options.aging_s * 1e6),
+            rungs=PADDED_BATCH_SIZES,
+        )
+        self.store = HostStore(core.pools)
+        self.num_steps = 0
+        self.last_step_s = 0.0
+        self._weights = weights
+        self._by_handle: dict[int, tuple[LiveRequest, int]] = {}
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def add(self, request: LiveRequest) -> None:
+        """Queue a request's first sample; the others fork from it after the prompt.
+
+        Raises
+        ------
+        KvExhausted
+            The pool cannot hold the request even alone.
+        """
+        ids = np.array(request.prompt_ids, np.int32)
+        handle = self.scheduler.add(
+            ids,
+            request.generations[0].max_tokens,
+            priority=request.priority,
+            run_ahead=False,
+            all_logits=request.params.prompt_logprobs is not None,
+            now_us=_now_us(),
+        )
+        if request.params.prompt_logprobs is not None:
+            request.prompt_logprobs.append(TokenLogprob(request.prompt_ids[0], None))
+        self._track(request, 0, handle)
+
+    def cancel(self, request: LiveRequest, error: AtlasError | None = None) -> None:
+        """End a request's samples wherever they are; their blocks go back."""
+        for handle in list(request.handles.values()):
+            self._drop(handle, FinishReason.CANCELLED if error is None else FinishReason.ERROR)
+        request.end_all(error)
+
+    def _track(self, request: LiveRequest, index: int, handle: int) -> None:
+        request.handles[index] = handle
+        self._by_handle[handle] = (request, index)
+
+    def _drop(self, handle: int, reason: int) -> None:
+        request, index = self._by_handle.pop(handle)
+        del request.handles[index]
+        self.scheduler.finish(handle, reason)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._by_handle)
+
+    # -- the step -----------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Plan, run and commit one step; False when there was nothing to do."""
+        plan = self.scheduler.plan(_now_us())
+        if plan is None:
+            return False
+        started = time.perf_counter()
+        try:
+            self.store.perform(plan)
+            if plan.num_seqs:
+                self.core.run_plan(plan)
+            choices = self._choose_all(plan)
+        except BaseException as error:
+            self._abandon(plan, error)
+            if not isinstance(error, AtlasError):
+                raise
+        else:
+            self._settle(plan, choices)
+        for handle in self.scheduler.take_retired():
+            self.store.forget(handle)
+        self.num_steps += 1
+        self.last_step_s = time.perf_counter() - started
+        return True
+
+    def _abandon(self, plan: Plan, error: BaseException) -> None:
+        """Commit nothing of a step that failed. A kernel's fault ends the requests in it."""
+        nothing = np.zeros(plan.num_seqs, np.int32)
+        ends = nothing
+        if isinstance(error, AtlasError):
+            ends = np.full(plan.num_seqs, FinishReason.ERROR, np.int32)
+        self.scheduler.commit(plan.step_id, nothing, nothing, ends, now_us=_now_us())
+        if isinstance(error, AtlasError):
+            for handle in plan.entries["handle"].tolist():
+                self._end(handle, error)
+
+    def _choose_all(self, plan: Plan) -> list[list[Choice]]:
+        """Each entry's tokens, or the error that ends its request; nothing is kept yet.
+
+        This is the only place where a user's code runs, so whatever it does (an interrupt, say)
+        leaves the step as if it had not been planned.
+        """
+        greedy = self._greedy_tokens(plan)
+        chosen: list[list[Choice]] = []
+        entries = plan.entries
+        columns = ("handle", "kind", "flags", "first_logits", "num_logits")
+        rows = zip(*(entries[name].tolist() for name in columns), strict=True)
+        for handle, kind, flags, first, num_logits in rows:
+            chosen.append([])
+            if not flags & EntryFlag.SAMPLES or handle not in self._by_handle:
+                continue
+            request, index = self._by_handle[handle]
+            row = first + num_logits - 1
+            for generation in self._due(request, index, kind):
+                chosen[-1].append((generation, self._choose(generation, row, greedy)))
+        return chosen
+
+    def _due(self, request: LiveRequest, index: int, kind: int) -> list[Generation]:
+        """Samples that take a token from an entry's row: at the prompt's end, all of them."""
+        if kind != EntryKind.PROMPT:
+            return [request.generations[index]]
+        return [g for g in request.generations if not g.num_tokens and not g.finished]
+
+    def _choose(self, generation: Generation, row: int, greedy: Any) -> Sampled | AtlasError:
+        try:
+            if generation.needs_logits:
+                return generation.choose_from(self.core.buffers.logits[row])
+        except AtlasError as error:
+            return error
+        except Exception as error:
+            fault = CallbackError(f"logits_processor raised {error!r}")
+            fault.__cause__ = error
+            return fault
+        if greedy[row] < 0:
+            return NonFiniteLogitsError("the model's logits hold NaN or infinity")
+        return Sampled(int(greedy[row]))
+
+    def _settle(self, plan: Plan, choices: list[list[Choice]]) -> None:
+        """Keep the tokens, tell the scheduler, then tell the clients."""
+        for handle, _ in plan.refused:
+            self._end(handle, KvExhausted("the KV pool cannot hold this request beside the others"))
+        tokens = np.zeros(plan.num_seqs, np.int32)
+        ends = np.zeros(plan.num_seqs, np.int32)
+        deltas: list[tuple[LiveRequest, int, Delta]] = []
+        forks: list[tuple[int, LiveRequest, Generation]] = []
+        faults = self._note_prompts(plan)
+        for i, (handle, chosen) in enumerate(
+            zip(plan.entries["handle"].tolist(), choices, strict=True)
+        ):
+            if handle not in self._by_handle:
+                continue  # cancelled meanwhile
+            request, index = self._by_handle[handle]
+            if handle in faults:
+                chosen = [(generation, faults[handle]) for generation in request.generations]
+            if not chosen:
+                continue
+            going = self._keep(request, chosen, deltas)
+            if not going:
+                failed = isinstance(chosen[0][1], AtlasError)
+                ends[i] = FinishReason.ERROR if failed else FinishReason.STOP
+                continue
+            tokens[i] = going[0].last_token
+            if going[0].index != index:  # the sample that held the sequence ended at once
+                del request.handles[index]
+                self._track(request, going[0].index, handle)
+            forks += [(handle, request, generation) for generation in going[1:]]
+        self.scheduler.commit(plan.step_id, tokens, None, ends, now_us=_now_us())
+        for handle, request, generation in forks:
+            self._fork(handle, request, generation)
+        for handle, end in zip(plan.entries["handle"].tolist(), ends.tolist(), strict=True):
+            if end and handle in self._by_handle:
+                request, index = self._by_handle.pop(handle)
+                del request.handles[index]
+        self._deliver(deltas)
+
+    def _keep(
+        self,
+        request: LiveRequest,
+        chosen: list[Choice],
+        deltas: list[tuple[LiveRequest, int, Delta]],
+    ) -> list[Generation]:
+        """Push each sample's token, or fail it; the samples that go on."""
+        for generation, sampled in chosen:
+            if isinstance(sampled, AtlasError):
+                delta = generation.fail(sampled)
+            else:
+                delta = generation.push(sampled)
+            deltas.append((request, generation.index, delta))
+        return [generation for generation, _ in chosen if not generation.finished]
+
+    def _deliver(self, deltas: list[tuple[LiveRequest, int, Delta]]) -> None:
+        now = time.perf_counter()
+        for request, index, delta in deltas:
+            request.first_token_s = request.first_token_s or now - request.submitted_s
+            request.last_token_s = now
+            request.report(index, delta)
+
+    # -- rows ---------------------------------------------------------------------------------
+
+    def _greedy_tokens(self, plan: Plan) -> Any:
+        """Argmax of every logits row, or None when nobody asks."""
+        handles = plan.entries["handle"].tolist()
+        live = [self._by_handle[handle][0] for handle in handles if handle in self._by_handle]
+        if not plan.num_logits or all(request.generations[0].needs_logits for request in live):
+            return None
+        return self.core.argmax_rows(plan.num_logits)
+
+    def _note_prompts(self, plan: Plan) -> dict[int, AtlasError]:
+        """Cached tokens of prompts that began, and scores of prompt tokens; faults by handle."""
+        faults: dict[int, AtlasError] = {}
+        if plan.num_decode == plan.num_seqs:
+            return faults
+        entries = plan.entries[plan.num_decode :]
+        columns = ("handle", "start", "first_logits", "num_logits", "flags")
+        for handle, start, first, num_logits, flags in zip(
+            *(entries[name].tolist() for name in columns), strict=True
+        ):
+            if handle not in self._by_handle:
+                continue
+            request, _ = self._by_handle[handle]
+            if flags & EntryFlag.FIRST_CHUNK and not request.num_tokens:
+                request.cached_tokens = self.scheduler.matched(handle)[0]
+            if request.params.prompt_logprobs is not None:
+                try:
+                    self._score_prompt(request, start, first, num_logits)
+                except NonFiniteLogitsError as error:
+                    faults[handle] = error
+        return faults
+
+    def _score_prompt(self, request: LiveRequest, start: int, first: int, num_logits: int) -> None:
+        """Log-probabilities of the prompt tokens that a chunk's rows predict."""
+        num_top = request.params.prompt_logprobs or 0
+        for i in range(num_logits):
+            position = start + i + 1
+            if position >= len(request.prompt_ids) or position != len(request.prompt_logprobs):
+                continue  # the prompt's end, or a chunk that runs again after a preemption
+            token = request.prompt_ids[position]
+            best = score_token(self.core.buffers.logits[first + i], token, num_top, self._weights)
+            request.prompt_logprobs.append(TokenLogprob(token, best.logprob, tuple(best.top)))
+
+    def _fork(self, handle: int, request: LiveRequest, generation: Generation) -> None:
+        """Give a sample a sequence of its own, which shares the prompt's blocks."""
+        try:
+            fork = self.scheduler.fork(handle, generation.last_token, now_us=_now_us())
+        except AtlasError as error:
+            request.report(generation.index, generation.fail(error))
+        else:
+            self._track(request, generation.index, fork)
+
+    # -- ends ---------------------------------------------------------------------------------
+
+    def _end(self, handle: int, error: AtlasError) -> None:
+        """A request whose sequence the scheduler gave up."""
+        if handle in self._by_handle:
+            request, index = self._by_handle.pop(handle)
+            del request.handles[index]
+            if not request.generations[index].finished:
+                request.report(index, request.generations[index].fail(error))
+            self._end_siblings(request, error)
+
+    def _end_siblings(self, request: LiveRequest, error: AtlasError) -> None:
+        """Samples without a sequence of their own cannot outlive the one they would fork from."""
+        for generation in request.generations:
+            if generation.index not in request.handles and not generation.finished:
+                request.report(generation.index, generation.fail(error))
+
+    def close(self, error: AtlasError) -> None:
+        """End every request with ``error`` and give back blocks."""
+        for request in {id(r): r for r, _ in self._by_handle.values()}.values():
+            self.cancel(request, error)
+        self.scheduler.close()
+        del self.store, self.cache  # they hold the pools
+
+
+def _now_us() -> int:
+    return time.monotonic_ns() // 1000

@@ -1,0 +1,122 @@
+"""The first GPU: memory, launches and timing for tests and ``tools/gpu_smoke.py``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+_TYPES = {
+    "ptr": ctypes.c_int64,
+    "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "f32": ctypes.c_float,
+}
+
+
+class Gpu:
+    """Device memory and kernels on a stream of its own; ``put`` and ``get`` as in ``Memory``."""
+
+    def __init__(self) -> None:
+        from cuda.bindings import driver
+        from cuda.core import Device, LaunchConfig
+
+        self.driver = driver
+        self.device = Device()
+        self.device.set_current()
+        self.stream = self.device.create_stream()
+        self.options: dict[str, bool] = {}
+        # Older versions of cuda.core have no dependent launch.
+        if self.device.compute_capability >= (9, 0) and hasattr(
+            LaunchConfig, "programmatic_stream_serialization"
+        ):
+            self.options["programmatic_stream_serialization"] = True
+        self.kernels: dict[str, tuple[Any, Any, Any]] = {}
+        self.allocations: list[int] = []
+
+    @cached_property
+    def arch(self) -> str:
+        """What kernels are compiled for, such as ``sm_90a``."""
+        from atlas_kernels.registry import Architecture
+
+        return str(Architecture.of_device(*self.device.compute_capability))
+
+    def add(self, kernel: Any) -> None:
+        """Load a ``CompiledKernel``."""
+        from cuda.core import ObjectCode
+
+        code = ObjectCode.from_cubin(kernel.cubin)
+        self.kernels[kernel.info.name] = (kernel.info, code, code.get_kernel(kernel.info.entry))
+
+    def reserve(self, num_bytes: int) -> int:
+        """Address of new memory, a multiple of 256."""
+        address = int(self._check(self.driver.cuMemAlloc(max(num_bytes, 256))))
+        self.allocations.append(address)
+        return address
+
+    def put(self, values: Array, shift: int = 0) -> int:
+        """Copy an array in."""
+        values = np.ascontiguousarray(values)
+        address = self.reserve(values.nbytes + shift) + shift
+        self._check(self.driver.cuMemcpyHtoD(address, values.ctypes.data, values.nbytes))
+        self._check(self.driver.cuCtxSynchronize())  # our stream does not wait for the copy
+        return address
+
+    def get(self, address: int, like: Array) -> Array:
+        """A copy of what lies at an address, once all launches are done."""
+        self.stream.sync()
+        out = np.empty_like(like, order="C")
+        self._check(self.driver.cuMemcpyDtoH(out.ctypes.data, address, out.nbytes))
+        return out
+
+    def free(self) -> None:
+        """Give all memory back."""
+        self.stream.sync()
+        while self.allocations:
+            self._check(self.driver.cuMemFree(self.allocations.pop()))
+
+    def run(self, name: str, grid: tuple[int, int], args: list[Any]) -> None:
+        """Launch a kernel, with dependent launch where the device has it."""
+        from cuda.core import LaunchConfig, launch
+
+        info, _, kernel = self.kernels[name]
+        shared = info.dynamic_shared_bytes
+        config = LaunchConfig(grid=grid, block=info.threads, shmem_size=shared, **self.options)
+        typed = [
+            _TYPES[kind](value.item() if isinstance(value, np.generic) else value)
+            for (_, kind), value in zip(info.arguments, args, strict=True)
+        ]
+        launch(self.stream, config, kernel, *typed)
+
+    def microseconds(self, work: Callable[[], None], count: int = 20, repeats: int = 7) -> float:
+        """Median time of ``work``, a graph of ``count`` of it replayed ``repeats`` times."""
+        driver, stream = self.driver, self.stream.handle
+        work()
+        self.stream.sync()
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self._check(driver.cuStreamBeginCapture(stream, mode))
+        for _ in range(count):
+            work()
+        graph = self._check(driver.cuStreamEndCapture(stream))
+        executable = self._check(driver.cuGraphInstantiate(graph, 0))
+        start, end = (self._check(driver.cuEventCreate(0)) for _ in range(2))
+        times = []
+        for _ in range(repeats + 1):  # the first is a warm-up
+            self._check(driver.cuEventRecord(start, stream))
+            self._check(driver.cuGraphLaunch(executable, stream))
+            self._check(driver.cuEventRecord(end, stream))
+            self.stream.sync()
+            times.append(self._check(driver.cuEventElapsedTime(start, end)) * 1e3 / count)
+        self._check(driver.cuGraphExecDestroy(executable))
+        self._check(driver.cuGraphDestroy(graph))
+        return float(np.median(times[1:]))
+
+    @staticmethod
+    def _check(result: tuple[Any, ...]) -> Any:
+        if int(result[0]) != 0:
+            raise RuntimeError(f"CUDA: {result[0]!r}")
+        return result[1] if len(result) > 1 else None

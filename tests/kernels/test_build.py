@@ -1,0 +1,208 @@
+"""Every kernel compiles; what the assembler says of it; the manifest; the cache in use."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.conftest import HAS_COMPILER, NO_COMPILER
+
+if not HAS_COMPILER:
+    pytest.skip(NO_COMPILER, allow_module_level=True)
+
+from atlas_kernels import build, cache
+from atlas_kernels.build import KernelBuildError
+from atlas_kernels.manifest import KernelInfo
+from atlas_kernels.ptx_memory import load_f32, store_f32
+from atlas_kernels.registry import KERNELS, load_table, register
+
+OTHERS = ("sm_80", "sm_100", "sm_120")
+TODAY = OTHERS[datetime.date.today().toordinal() % len(OTHERS)]
+ROTATED = os.environ.get("ATLAS_KERNEL_ARCH", TODAY)
+"""Besides sm_90a, one architecture a day: all of them would take the check too long."""
+
+SPILLS: dict[str, str] = {}
+"""Kernels that may spill, each with the reason."""
+
+
+@pytest.fixture(autouse=True)
+def _in_cache(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATLAS_CACHE_DIR", str(kernel_cache))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", ROTATED])
+def test_every_kernel_compiles_without_spills(arch: str) -> None:
+    table = {info.name: info for info in build.kernel_table(arch)}
+    assert sorted(table) == build.names_for(arch)
+    assert len(table) > 60
+    spilling = [info.name for info in table.values() if info.spill_bytes or info.stack_bytes]
+    assert [name for name in spilling if name not in SPILLS] == []
+    assert [name for name in SPILLS if name not in spilling] == [], "no longer an exception"
+    for info in table.values():
+        assert info.warnings == (), info.name
+        # All that launch bounds promise: min_blocks thread blocks fit an SM's registers.
+        assert info.registers * info.threads * info.min_blocks <= 65536
+        assert info.static_shared_bytes <= 48 * 1024
+
+
+def test_ptx_is_clean(ptx_of: Callable[[str], str]) -> None:
+    letters = {"ptr": "u64", "i64": "u64", "i32": "u32", "f32": "f32"}
+    for name in build.names_for("sm_90a"):
+        ptx, declared = ptx_of(name), load_table()[name]
+        assert re.findall(r"\.visible \.entry (\w+)\(", ptx) == [f"atlas_{name}"]
+        assert re.findall(r"\.param \.(\w+) ", ptx) == [letters[kind] for kind in declared.kinds]
+        assert f".maxntid {declared.threads}," in ptx
+        # No mangled names, no accidental float64, no calls, no local memory, no printing.
+        for unwanted in ("_ZN", ".f64", "call", ".local", "vprintf", ".global .align"):
+            assert unwanted not in ptx, f"{unwanted} in {name}"
+        assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait")
+
+
+def test_older_architectures_have_no_dependent_launch() -> None:
+    from atlas_kernels.registry import Architecture
+
+    declared = build.find("add_bf16")
+    ptx = build.compile_body(declared.make(), declared, Architecture.parse("sm_80")).decode()
+    assert "griddepcontrol" not in ptx
+    assert ".target sm_80" in ptx
+
+
+def test_a_manifest_is_complete(tmp_path: Path) -> None:
+    names = ["rmsnorm_bf16", "argmax_final"]
+    infos = build.build_all("sm_90a", tmp_path / "out", names=names)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    norm = manifest["kernels"][0]
+    assert norm["entry"] == "atlas_rmsnorm_bf16"
+    assert norm["arguments"][-1] == ["eps", "f32"]
+    assert norm["threads"] == 512
+    assert norm["static_shared_bytes"] == 128
+    assert 16 < norm["registers"] <= 64
+    assert norm["source_hash"] == cache.source_hash()
+    read = build.read_folder(tmp_path / "out")
+    assert [read[name].info for name in names] == infos
+    assert all(b".text.atlas_" + name.encode() in read[name].cubin for name in names)
+    assert KernelInfo.from_json(infos[0].to_json()) == infos[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder: (folder / "add_f32.cubin").write_bytes(b"?"), "damaged"),
+        (lambda folder: (folder / "add_f32.cubin").unlink(), "No such file"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json"),
+        (lambda folder: (folder / "manifest.json").write_text('{"format": 0}'), "format 0"),
+    ],
+)
+def test_a_wrong_folder_is_refused(tmp_path: Path, change: Callable[..., None], words: str) -> None:
+    build.build_all("sm_90a", tmp_path, names=["add_f32"])
+    change(tmp_path)
+    with pytest.raises(KernelBuildError, match=words):
+        build.read_folder(tmp_path)
+
+
+def test_a_folder_of_other_sources_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.build_all("sm_90a", tmp_path, names=["add_f32"])
+    monkeypatch.setattr(build, "source_hash", lambda: "changed")
+    with pytest.raises(KernelBuildError, match="add_f32 was built from other sources"):
+        build.read_folder(tmp_path)
+
+
+def test_a_damaged_entry_is_compiled_again() -> None:
+    first = build.load("add_f32", "sm_90a")
+    cache.entry_path("add_f32", "sm_90a").write_bytes(b"damage")
+    compiled: list[str] = []
+    again = build.load("add_f32", "sm_90a", on_compile=compiled.append)
+    assert compiled == ["add_f32"]
+    assert again == first, "compiling is deterministic"
+    assert cache.read_entry("add_f32", "sm_90a") == first
+    build.load("add_f32", "sm_90a", on_compile=compiled.append)
+    assert compiled == ["add_f32"]
+
+
+def test_what_cannot_be_compiled() -> None:
+    with pytest.raises(KernelBuildError, match="no kernel is called nonsense; there are add_bf16"):
+        build.load("nonsense", "sm_90a")
+    with pytest.raises(ValueError, match="architecture sm_75"):
+        build.load("add_f32", "sm_75")
+    with pytest.raises(KernelBuildError, match="kernel add_f32 for sm_81"):
+        build.load("add_f32", "sm_81")
+
+
+def test_a_kernel_of_ones_own() -> None:
+    def double(x, out, count):
+        for i in range(count):
+            store_f32(out + i * 4, load_f32(x + i * 4) * missing)  # noqa: F821
+
+    declared = register(double, "double", args="ptr ptr i32", threads=32)
+    try:
+        with pytest.raises(KernelBuildError, match=r"(?s)kernel double for sm_90a:.*missing"):
+            build.load("double", "sm_90a")
+
+        def twice(x, out, count):
+            for i in range(count):
+                store_f32(out + i * 4, load_f32(x + i * 4) + load_f32(x + i * 4))
+
+        declared = register(twice, "double", args="ptr ptr i32", threads=32, arch="sm_90a")
+        kernel = build.load("double", "sm_90a")
+        assert b".text.atlas_double" in kernel.cubin
+        assert kernel.info.source_hash != cache.source_hash()
+        assert not cache.entry_path("double", "sm_90a").exists()
+        with pytest.raises(KernelBuildError, match="needs sm_90a, not sm_80"):
+            build.compile_kernel(declared, "sm_80")
+    finally:
+        KERNELS.pop("double")
+
+
+def _python(code: str, **env: str) -> str:
+    """Standard output of a process of its own."""
+    run = [sys.executable, "-c", code]
+    return subprocess.run(
+        run, env=os.environ | env, check=True, capture_output=True, text=True, timeout=120
+    ).stdout
+
+
+def test_a_warm_start_imports_no_compiler(kernel_cache: Path) -> None:
+    build.load("add_f32", "sm_90a")
+    code = """
+import sys
+from atlas_kernels import build
+kernel = build.load("add_f32", "sm_90a", on_compile=lambda name: sys.exit("compiled"))
+packages = {module.split(".")[0] for module in sys.modules}
+print(len(kernel.cubin), sorted(packages & {"numba", "cuda", "llvmlite"}))
+"""
+    size, modules = _python(code, ATLAS_CACHE_DIR=str(kernel_cache)).split(" ", 1)
+    assert int(size) > 1000
+    assert modules.strip() == "[]"
+
+
+def test_processes_may_compile_the_same_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATLAS_CACHE_DIR", str(tmp_path))
+    names = ["cast_f16_f32", "cast_f32_f16"]
+    code = f"from atlas_kernels import build; build.load_all({names}, 'sm_90a')"
+    workers = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [worker.wait(timeout=120) for worker in workers] == [0, 0]
+    files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(files) == [f"{name}.cubin" for name in names]
+    found = build.load_all(names, "sm_90a", on_compile=lambda name: pytest.fail(f"{name} again"))
+    assert list(found) == names
+
+
+def test_several_processes_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATLAS_CACHE_DIR", str(tmp_path))
+    seen: list[str] = []
+    names = ["cast_f16_f32", "cast_f32_f16"]
+    built = build.load_all(names, "sm_90a", jobs=2, on_compile=seen.append)
+    assert sorted(seen) == names
+    assert [kernel.info.name for kernel in built.values()] == names
