@@ -85,24 +85,20 @@ class LlamaRunner:
 
 
 def read_bandwidth(threads: int) -> float:
-    """GB/s of all threads summing float32 in DRAM with the engine's own pool."""
-    from atlas._native.pool import LaunchList, WorkerPool
-    from atlas.backends.cpu.compiler import BodyCompiler
+    """GB/s of all threads reading weights in DRAM: float32 rows against one, nothing else to do."""
+    from atlas.backends.cpu.device import CpuDevice, Queue
+    from atlas.backends.cpu.linear import linear
+    from atlas.backends.cpu.pack import pack
+    from atlas.ops.blocks import HostMatrix
 
-    compiler = BodyCompiler()
-    rows = 1 << 14
-    data = np.ones((rows, 8192), np.float32)  # 512 MiB
-    out = np.empty(rows, np.int32)
-    launches = LaunchList()
-    address = [array.__array_interface__["data"][0] for array in (data, out)]
-    args = (address[0], data.strides[0], rows, data.shape[1], address[1])
-    launches.append("argmax", compiler.address("argmax.argmax"), args, (data, out))
-    pool = WorkerPool(threads)
+    queue = Queue(CpuDevice(threads))
+    weight = pack([HostMatrix("f32", 32768, 4096, np.ones((32768, 4096), np.float32))])
+    x, out = np.ones((1, 4096), np.float32), np.empty((1, 32768), np.float32)
     best = 0.0
-    for _ in range(5):
+    for _ in range(7):
         started = time.perf_counter()
-        pool.run(launches)
-        best = max(best, data.nbytes / (time.perf_counter() - started) / 1e9)
+        linear(queue, x, weight, out=out)
+        best = max(best, weight.nbytes / (time.perf_counter() - started) / 1e9)
     return best
 
 

@@ -45,8 +45,8 @@ from atlas.backends.cpu.bodies.weight_blocks import FORMATS
 _f = np.float32
 ZERO, MAX_INT8 = _f(0.0), _f(127.0)
 # Tiles follow one another, so that a thread's weights are one run of memory; the hardware loses it
-# between the areas of a tile.
-PREFETCH_BYTES = 4096
+# between the areas of a tile. 16 KiB ahead measured best (benchmarks/NOTES.md).
+PREFETCH_BYTES = 16384
 
 
 @body("linear.quantize_rows")
@@ -126,6 +126,7 @@ def _float_tiles(read, width):
     def tile_1(tile, k, x):
         acc = zeros()
         for i in range(k):
+            prefetch(tile + i * width + PREFETCH_BYTES)
             acc = fma(read(tile + i * width), splat(load_f32(x + i * 4)), acc)
         return acc
 
