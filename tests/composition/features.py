@@ -1,0 +1,172 @@
+"""What can happen to a request. The composition matrix is every pair of these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atlas import SamplingParams
+from atlas._native.plan import ActionKind, EntryKind
+from tests.composition.harness import BLOCK_SIZE, PROMPT, Run
+
+
+class Feature:
+    """Nothing happens."""
+
+    name = "plain"
+    meaning = "alone, one prefill, then token by token"
+    chunk_tokens = 128
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """The target's parameters."""
+        return params
+
+    def before(self, run: Run) -> None:
+        """Before the target is submitted."""
+
+    def during(self, run: Run) -> None:
+        """Once every sample of the target has written a few tokens."""
+
+    def prove(self, run: Run) -> None:
+        """Fail unless it happened."""
+
+
+class Chunked(Feature):
+    name = "chunked"
+    meaning = "the prompt runs in chunks of 5 tokens"
+    chunk_tokens = 5
+
+    def prove(self, run: Run) -> None:
+        chunks = [
+            rows
+            for step in run.recorder.steps
+            for name, kind, rows in step.entries
+            if name == run.target and kind == EntryKind.PROMPT
+        ]
+        assert len(chunks) > 4
+        assert max(chunks) == 5
+
+
+class WarmPrefix(Feature):
+    name = "warm prefix"
+    meaning = "the prefix cache holds 3 of the prompt's blocks"
+    num_cached = 3 * BLOCK_SIZE
+
+    def before(self, run: Run) -> None:
+        run.submit("warmer", PROMPT[: self.num_cached + 2], 1, 0)
+        run.until(lambda: "warmer" in run.ended)
+
+    def prove(self, run: Run) -> None:
+        assert run.ended[run.target].usage.cached_tokens == self.num_cached
+
+
+class Preempted(Feature):
+    """A request of higher rank takes all free blocks and then some."""
+
+    action: ActionKind
+
+    def during(self, run: Run) -> None:
+        name = f"bully by {self.name}"
+        run.engine._loop.scheduler.set_spill(self.action == ActionKind.SPILL)
+        room = run.free_for_others() * BLOCK_SIZE
+        assert room >= BLOCK_SIZE
+        run.submit(name, [5 + i % 7 for i in range(room - 4)], 64, -1)
+        before = run.preemptions(self.action)
+        run.until(lambda: run.preemptions(self.action) > before)
+        # The bully and others write over the blocks that were taken.
+        run.until(lambda: run.num_tokens(name) >= BLOCK_SIZE)
+        assert run.target not in run.ended
+        run.engine.cancel(name)
+        run.until(lambda: name in run.ended)
+
+    def prove(self, run: Run) -> None:
+        assert run.preemptions(self.action) > 0
+        assert run.engine._loop.scheduler.num_preemptions > 0
+
+
+class Spilled(Preempted):
+    name = "preempted by spill"
+    meaning = "its blocks wait in host memory while others overwrite them"
+    action = ActionKind.SPILL
+
+    def prove(self, run: Run) -> None:
+        super().prove(run)
+        assert run.preemptions(ActionKind.RESTORE) >= run.preemptions(ActionKind.SPILL)
+
+
+class Requeued(Preempted):
+    name = "preempted by requeue"
+    meaning = "its blocks are lost; prompt and generated tokens run again"
+    action = ActionKind.REQUEUE
+
+    def prove(self, run: Run) -> None:
+        super().prove(run)
+        replayed = [
+            rows
+            for step in run.recorder.steps
+            for name, kind, rows in step.entries
+            if name == run.target and kind == EntryKind.STEP and rows > 1
+        ]
+        assert replayed, "no generated token ran again"
+
+
+class Batched(Feature):
+    name = "batched with others"
+    meaning = "three other requests share its steps"
+    neighbours = ("first", "second", "third")
+
+    def before(self, run: Run) -> None:
+        for i, name in enumerate(self.neighbours):
+            run.submit(name, [9 + i, 40 + i, *range(20, 28 - i)], 60, 0)
+
+    def prove(self, run: Run) -> None:
+        for name in self.neighbours:
+            assert run.shared_steps(name) > 5
+
+
+class Forked(Feature):
+    name = "forked"
+    meaning = "n = 3 samples share the prompt's blocks"
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        return params.replace(n=3)
+
+    def prove(self, run: Run) -> None:
+        assert len(run.ended[run.target].samples) == 3
+        together = [
+            sum(name == run.target for name, _, _ in step.entries) for step in run.recorder.steps
+        ]
+        assert max(together) == 3
+
+
+class CancelledNeighbours(Feature):
+    name = "cancelled neighbours"
+    meaning = "two requests beside it are cancelled, one while it still reads its prompt"
+
+    def before(self, run: Run) -> None:
+        run.submit("cancelled later", [8, 30, 31, 32, 33], 60, 0)
+
+    def during(self, run: Run) -> None:
+        run.submit("cancelled in prompt", PROMPT[30:] + PROMPT[:30], 8, 0)
+        run.step()
+        for name in ("cancelled later", "cancelled in prompt"):
+            assert run.engine.cancel(name) == (name not in run.ended)
+        run.step()
+
+    def prove(self, run: Run) -> None:
+        assert run.ended["cancelled later"].finish_reason == "cancelled"
+        assert run.ended["cancelled in prompt"].finish_reason in ("cancelled", "length")
+        assert run.shared_steps("cancelled later") > 1
+        last = run.recorder.steps[-1]
+        assert {name for name, _, _ in last.entries} & {run.target, "first", "second", "third"}
+
+
+FEATURES: tuple[Feature, ...] = (
+    Chunked(),
+    WarmPrefix(),
+    Spilled(),
+    Requeued(),
+    Batched(),
+    Forked(),
+    CancelledNeighbours(),
+)
+Options = dict[str, Any]

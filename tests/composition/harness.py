@@ -1,0 +1,165 @@
+"""One request on a small engine, stepped by hand, while things happen to it.
+
+A feature is what happens: before the request is submitted, and once it has written a few tokens.
+Each proves afterwards, from the plans that ran, that it really happened. Features compose: a run
+takes any set of them, and whatever the set, the request must give what :func:`plain` gives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atlas import Engine, SamplingParams
+from atlas._native.plan import ActionKind, EntryKind, Plan
+from atlas.event import Event
+from atlas.request import Completion, Sample
+
+BLOCK_SIZE = 16
+PROMPT = [3 + (37 * i + i * i) % 190 for i in range(75)]
+MAX_TOKENS = 36
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=2),
+    "sampled": SamplingParams(
+        max_tokens=MAX_TOKENS,
+        ignore_eos=True,
+        logprobs=2,
+        temperature=0.9,
+        top_p=0.95,
+        repetition_penalty=1.1,
+        seed=11,
+    ),
+}
+_STEPS = 2000  # of a run at most: a request that hangs fails its test
+
+
+def plain(engine: Engine, params: SamplingParams, index: int) -> Sample:
+    """Sample ``index`` of the prompt by the model alone: one prefill, then decode by decode."""
+    with engine.paused() as model:
+        generation = engine._intake.generation(PROMPT, params, index)
+        seq = model.lifecycle.alloc_sequence()
+        try:
+            view = model.forward.prefill(PROMPT, seq)
+            while True:
+                assert view is not None
+                generation.push(generation.choose_from(view.numpy()[0]))
+                if generation.finished:
+                    return generation.sample()
+                view = model.forward.decode(generation.last_token, seq)
+        finally:
+            model.lifecycle.free_sequence(seq)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a plan asked for, with requests by their ids: entries (id, kind, rows), actions."""
+
+    entries: list[tuple[str, EntryKind, int]]
+    actions: list[tuple[str, ActionKind]]
+
+
+class Recorder:
+    """Notes every plan of an engine while the block lasts."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.steps: list[Step] = []
+        self._loop = engine._loop
+        self._perform = self._loop.store.perform
+
+    def __enter__(self) -> Recorder:
+        self._loop.store.perform = self._note  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._loop.store.perform = self._perform  # type: ignore[method-assign]
+
+    def _note(self, plan: Plan) -> None:
+        entries = [
+            (self._name(entry["handle"]), EntryKind(int(entry["kind"])), int(entry["rows"]))
+            for entry in plan.entries
+        ]
+        actions = [(self._name(a["handle"]), ActionKind(int(a["kind"]))) for a in plan.actions]
+        self.steps.append(Step(entries, actions))
+        self._perform(plan)
+
+    def _name(self, handle: Any) -> str:
+        request, _ = self._loop._by_handle.get(int(handle), (None, 0))
+        return "" if request is None else request.request_id
+
+
+@dataclass(slots=True)
+class Run:
+    """The target request of a composition, and its neighbours."""
+
+    engine: Engine
+    recorder: Recorder
+    params: SamplingParams
+    folder: Path
+    target: str = "target"
+    events: list[Event] = field(default_factory=list)
+    ended: dict[str, Completion] = field(default_factory=dict)
+
+    def submit(self, name: str, prompt: Sequence[int], max_tokens: int, priority: int) -> None:
+        """Add a neighbour."""
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        self.engine.submit(prompt, params, request_id=name, priority=priority)
+
+    def step(self) -> None:
+        """One step of the engine."""
+        for event in self.engine.step():
+            assert event.error is None, event
+            self.events.append(event)
+            if event.completion is not None:
+                self.ended[event.request_id] = event.completion
+
+    def num_tokens(self, name: str) -> int:
+        """Tokens of a request's slowest sample so far."""
+        counts = Counter({index: 0 for index in range(self.params.n if name == "target" else 1)})
+        for event in self.events:
+            if event.request_id == name:
+                counts[event.index] += len(event.token_ids)
+        return min(counts.values())
+
+    def until(self, done: Any) -> None:
+        """Step until ``done()``, with an end to patience."""
+        for _ in range(_STEPS):
+            if done():
+                return
+            assert self.engine.has_unfinished(), "the engine is idle before its time"
+            self.step()
+        raise AssertionError(f"not done after {_STEPS} steps")
+
+    def preemptions(self, kind: ActionKind) -> int:
+        """How often a sample of the target was preempted this way."""
+        return sum(step.actions.count((self.target, kind)) for step in self.recorder.steps)
+
+    def shared_steps(self, neighbour: str) -> int:
+        """Steps with rows of the target and of a neighbour."""
+        return sum(
+            {self.target, neighbour} <= {name for name, _, _ in step.entries}
+            for step in self.recorder.steps
+        )
+
+    def free_for_others(self) -> int:
+        """Blocks that no running sequence uses: free, or evictable from the prefix cache."""
+        scheduler = self.engine._loop.scheduler
+        used: set[int] = set()
+        for handle in scheduler.running_handles:
+            used.update(scheduler.sequence(handle).block_table.tolist())
+        return self.engine._loop.core.blocks.num_total - len(used)
+
+
+def assert_balanced(engine: Engine) -> None:
+    """Every block is free or cached, and the tree agrees with the pool about the latter."""
+    loop = engine._loop
+    cached = 0
+    if loop.cache is not None:
+        loop.cache.check()
+        cached = loop.cache.num_blocks
+    assert loop.core.blocks.num_free + cached == loop.core.blocks.num_total
+    assert loop.scheduler.num_requests == 0
+    assert loop.store.nbytes == 0
+    assert not engine.has_unfinished()
