@@ -13,21 +13,22 @@ from typing import Any
 import numpy as np
 from atlas_kernels._cuda import device, f32
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
+from atlas_kernels.ptx_math import divide, minimum
 from atlas_kernels.ptx_warp import block_x, block_y, thread_x
 from atlas_kernels.registry import kernel
 from atlas_kernels.vector import Access, access, row_variants
 
 THREADS = 256
 
-_ONE, _HALF = np.float32(1), np.float32(0.5)
+_ONE, _HALF, _LARGE = np.float32(1), np.float32(0.5), np.float32(2.0**126)
 _SQRT_2_PI = np.float32(math.sqrt(2 / math.pi))
 _CUBIC = np.float32(0.044715)
 
 
 @device
 def silu_mul(gate, up):
-    """gate / (1 + exp(−gate)) · up."""
-    return gate / (_ONE + math.exp(-gate)) * up
+    """gate / (1 + exp(−gate)) · up, the divisor at most 2**126."""
+    return divide(gate, minimum(_ONE + math.exp(-gate), _LARGE)) * up
 
 
 @device

@@ -38,6 +38,16 @@ fast_reciprocal = _pure("f", "f", "rcp.approx.ftz.f32 $0, $1;")
 fast_tanh = _pure("f", "f", "tanh.approx.f32 $0, $1;")
 """tanh x, relative error at most 2**-11: enough before a rounding to bf16, not for float32."""
 
+divide = _pure(
+    "f",
+    "f f",
+    "{ .reg .f32 d, r, e, q; neg.f32 d, $2; rcp.approx.f32 r, $2;"
+    " fma.rn.f32 e, d, r, 0f3F800000; fma.rn.f32 r, r, e, r;"
+    " mul.rn.f32 q, $1, r; fma.rn.f32 e, d, q, $1; fma.rn.f32 $0, e, r, q; }",
+)
+"""a / b for b in [2**-100, 2**126], rounded to nearest where nothing is subnormal. It has no slow
+path: ``/`` is a call for the assembler, which serialises ``wgmma`` in the same kernel."""
+
 float_bits = _pure("r", "f", "mov.b32 $0, $1;")
 bits_float = _pure("f", "r", "mov.b32 $0, $1;")
 """The 32 bits of a float32, and back."""

@@ -15,6 +15,7 @@ MODULES = (
     "argmax",
     "cast",
     "embedding",
+    "gemm_step",
     "kv_store",
     "norm",
     "rope",
@@ -122,7 +123,7 @@ def kernel(
     threads: Setting,
     min_blocks: Setting = 1,
     shared: Setting = 0,
-    cluster: int = 1,
+    cluster: Setting = 1,
     arch: str = "sm_80",
     lto: bool = False,
     variants: Mapping[str, tuple[Any, ...]] | None = None,
@@ -151,8 +152,8 @@ def kernel(
         Link from LTO-IR (kernels with ``setmaxnreg``).
     variants : mapping, optional
         Variant name → arguments with which the decorated function, then a factory, returns the
-        kernel's function. ``threads``, ``min_blocks`` and ``shared`` may be functions of the same
-        arguments.
+        kernel's function. ``threads``, ``min_blocks``, ``shared`` and ``cluster`` may be functions
+        of the same arguments.
     replace : bool
         Take the place of a kernel of this package, which must have the same kinds of arguments;
         it is launched over the same grid.
@@ -186,7 +187,7 @@ def kernel(
                 threads=count,
                 min_blocks=_value(min_blocks, parameters),
                 shared_bytes=_value(shared, parameters),
-                cluster=cluster,
+                cluster=_value(cluster, parameters),
                 needs=Architecture.parse(arch),
                 lto=lto,
                 make=make,

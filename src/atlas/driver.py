@@ -175,6 +175,7 @@ class Driver:
     def advance(self) -> bool:
         """Take in the inbox and run one step; False when there was nothing to do."""
         self._core.require_alive()  # before the lock, which a forked child may never get
+        self._let_others()
         with self._step_lock, self._core.driven_here():
             if self._stepping:
                 raise ModelBusyError("a callback of a step cannot step the same engine")
@@ -184,6 +185,25 @@ class Driver:
                 return self._loop.step()
             finally:
                 self._stepping = False
+
+    def _let_others(self) -> None:
+        """Wait for who asked for an exclusive turn: the lock alone would let a loop starve them."""
+        with self._state:
+            while self._pauses and not self._holds_step_lock():
+                self._state.wait()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The step lock, with whoever steps in a loop standing back."""
+        with self._state:
+            self._pauses += 1
+        try:
+            with self._step_lock:
+                yield
+        finally:
+            with self._state:
+                self._pauses -= 1
+                self._state.notify_all()
 
     def take_inbox(self) -> None:
         """Carry out cancellations and hand new requests to the loop (the step lock is held)."""
@@ -223,6 +243,7 @@ class Driver:
                         self._state.wait(_POLL_S)
                 self._core.require_alive()
                 continue
+            self._let_others()
             with self._step_lock:
                 if not done() and not self.advance() and not done():
                     # Nothing can run: another thread has taken the last step.
@@ -232,15 +253,8 @@ class Driver:
     def exclusive(self) -> Iterator[None]:
         """The calling thread's turn on the model; the owner thread waits."""
         self._core.require_alive()
-        with self._state:
-            self._pauses += 1
-        try:
-            with self._step_lock, self._core.driven_here():
-                yield
-        finally:
-            with self._state:
-                self._pauses -= 1
-                self._state.notify_all()
+        with self._turn(), self._core.driven_here():
+            yield
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
@@ -342,7 +356,7 @@ class Driver:
     def close(self) -> None:
         """End the owner thread, every request and the model; idempotent."""
         self.stop()
-        with self._step_lock:
+        with self._turn():
             if self._core.lifetime.closed:
                 return
             if self._stepping:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from atlas.backends.cpu.sampling import CompiledWeights
+from atlas.branch import fork, rewind
 from atlas.description import describe, html_table
 from atlas.display import LoadProgress
 from atlas.driver import Driver
@@ -20,9 +21,11 @@ from atlas.intake import Intake, Messages, Prompt, is_single
 from atlas.live_request import LiveRequest
 from atlas.model.load import LoadOptions, load_model
 from atlas.model.memory import return_freed_memory
+from atlas.model.sequence import SequenceState
 from atlas.request import Completion, Delta
 from atlas.sampling import SamplingParams
 from atlas.scheduling import SchedulingOptions
+from atlas.session import PathLike, RestoredSequence, Row, Sessions
 from atlas.step_loop import StepLoop
 from atlas.tokenizer import Tokenizer, load_tokenizer
 from atlas.weights.checkpoint import open_checkpoint
@@ -127,6 +130,9 @@ class Engine:
                 self._intake = Intake(core, tokenizer, self.path, weights)
                 self._loop = StepLoop(core, schedule, weights)
                 self._driver = Driver(core, self._loop, max_waiting)
+                self._sessions = Sessions(
+                    core, self._loaded.model, self._driver, self._loop, self._intake
+                )
             except BaseException:
                 core.close()
                 raise
@@ -460,6 +466,147 @@ class Engine:
         finally:
             if not last:
                 self._driver.cancel(request.request_id)
+
+    # -- running requests ---------------------------------------------------------------------
+
+    def fork(
+        self, request_id: str, *, new_id: str | None = None, params: SamplingParams | None = None
+    ) -> str:
+        """Start a second request that stands where a running one stands; both go on apart.
+
+        Blocks are shared and copied when one of the two first writes. The fork's events are
+        public and bring what is new; its completion holds the whole output, and its timings
+        count from the fork on.
+
+        Parameters
+        ----------
+        request_id : str
+            A request of one sample that has a token.
+        new_id : str, optional
+            The fork's id; default: a new one. User tag and priority are the request's.
+        params : SamplingParams, optional
+            Default: the request's own, with its seed, so that the fork would draw the very same
+            tokens. Others apply from the next token on (penalties, minima and stops count the
+            output so far); without a seed they get one. ``max_tokens`` counts from the prompt
+            and cannot grow; log-probabilities cannot be added.
+
+        Returns
+        -------
+        str
+            The fork's id.
+
+        Raises
+        ------
+        SequenceStateError
+            The request waits, is preempted, or its prompt is not done.
+        InvalidArgumentError
+            No such request is live; ``n`` is not 1; the parameters do not fit the output so far.
+        QueueFullError
+            As in :meth:`submit`.
+        """
+        self._require_open()
+        twin = fork(self._driver, self._loop, self._intake, request_id, new_id, params)
+        return twin.request_id
+
+    def rewind(self, request_id: str, position: int) -> Delta:
+        """Drop a running request's tokens from ``position`` on; it goes on from there.
+
+        What follows equals the same request run afresh to that position: tokens, random draws,
+        penalties, log-probabilities and stops. Latencies and token counts already in
+        :meth:`metrics` stay.
+
+        Parameters
+        ----------
+        request_id : str
+            A request of one sample that has a token.
+        position : int
+            Tokens to keep, prompt and output together; the prompt's length or more.
+
+        Returns
+        -------
+        Delta
+            Text, ids and log-probabilities that still stand, as deltas to that position gave
+            them out. Text given out beyond it is void: whoever collected it goes on from this
+            delta. Its public events that nobody has taken are dropped.
+
+        Raises
+        ------
+        SequenceStateError, InvalidArgumentError
+            As in :meth:`fork`; or the position is outside.
+        """
+        self._require_open()
+        return rewind(self._driver, self._loop, self._intake, request_id, position)
+
+    def save(
+        self, target: str | SequenceState, path: PathLike, *, logits: Row | None = None
+    ) -> None:
+        """Save a running request, or a sequence driven by hand, to a file; both stay as they are.
+
+        The file holds KV, tokens, and all that the sampler and the text need to go on. Steps
+        wait while it is written, and it replaces ``path`` only once it is complete.
+
+        Parameters
+        ----------
+        target : str or SequenceState
+            The id of a request of one sample that has a token, without a ``logits_processor``.
+        path : path
+        logits : LogitsView or float32 [C], optional
+            A sequence's last row, kept beside it. (A request needs none: its next token is
+            chosen already.)
+
+        Raises
+        ------
+        SequenceStateError
+            The request waits, is preempted, or its prompt is not done; or the sequence failed,
+            was freed, or a verify of it awaits its accept.
+        InvalidArgumentError
+            No such request is live, or it cannot be saved; the message says why.
+        OSError
+        """
+        self._require_open()
+        if isinstance(target, SequenceState):
+            self._sessions.save_sequence(target, path, logits)
+        elif logits is not None:
+            raise InvalidArgumentError("logits are given; allowed for a request: None")
+        else:
+            self._sessions.save_request(target, path)
+
+    def restore(
+        self,
+        path: PathLike,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        user: object = None,
+    ) -> str | RestoredSequence:
+        """Go on from a file that :meth:`save` wrote, bitwise as if nothing had happened.
+
+        Parameters
+        ----------
+        path : path
+        request_id, priority, user
+            Of a restored request, as in :meth:`submit`. Its events are public and bring what is
+            new; its completion holds the whole output, and its timings count from now on.
+
+        Returns
+        -------
+        str or RestoredSequence
+            The request's id; or the sequence, and its logits where they were saved.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The file is from another model or other numerics, damaged, or no session; the message
+            says which.
+        KvExhausted
+            The KV cache cannot hold it.
+        QueueFullError
+            As in :meth:`submit`.
+        OSError
+        """
+        self._require_open()
+        restored = self._sessions.restore(path, request_id=request_id, priority=priority, user=user)
+        return restored if isinstance(restored, RestoredSequence) else restored.request_id
 
     # -- who drives ---------------------------------------------------------------------------
 

@@ -340,8 +340,9 @@ class LoadTest:
         upcoming = next(coming, None)
         while upcoming is not None or samples.due_s:
             now_s = time.perf_counter() - started
-            while upcoming is not None and self._is_due(upcoming, now_s):
-                self._submit(upcoming, now_s)
+            taken = True  # a closed loop's client that was refused comes back after a step
+            while upcoming is not None and taken and self._is_due(upcoming, now_s):
+                taken = self._submit(upcoming, now_s) or self._load.concurrency is None
                 upcoming = next(coming, None)
             if upcoming is not None and now_s >= (self._load.duration_s or math.inf):
                 upcoming = None
@@ -362,12 +363,14 @@ class LoadTest:
             return len(self._samples.due_s) < load.concurrency
         return arrival.due_s <= now_s
 
-    def _submit(self, arrival: Arrival, now_s: float) -> None:
+    def _submit(self, arrival: Arrival, now_s: float) -> bool:
+        """Submit a request; False when it was refused."""
         params = SamplingParams(max_tokens=arrival.max_tokens, ignore_eos=True)
         try:
             name = self._engine.submit(arrival.prompt_ids, params)
         except QueueFullError:
             self._samples.num_refused += 1
-            return
+            return False
         closed = self._load.concurrency is not None
         self._samples.due_s[name] = now_s if closed else arrival.due_s
+        return True

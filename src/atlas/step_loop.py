@@ -101,6 +101,7 @@ class StepLoop:
         request, index = self._by_handle.pop(handle)
         del request.handles[index]
         self.scheduler.finish(handle, reason)
+        self.store.forget(handle)  # what waits in host memory goes now, not at the next step
 
     @property
     def has_unfinished(self) -> bool:

@@ -14,7 +14,7 @@ from atlas._native.scheduler import Scheduler
 from tests.engine.folders import write_model
 
 MODELS = {"float32": None, "q8_0": "q8_0"}
-KV_TOKENS = 512
+KV_TOKENS = 1024
 
 MakeEngine = Callable[[str, int], Engine]
 
@@ -41,7 +41,7 @@ def make_engine(folder: Path) -> Iterator[MakeEngine]:
                     quiet=True,
                     quantize=MODELS[model],  # type: ignore[arg-type]
                     kv_tokens=KV_TOKENS,
-                    max_seq_len=KV_TOKENS,
+                    max_seq_len=KV_TOKENS // 2,
                     chunk_tokens=chunk_tokens,
                 )
         return made[key]

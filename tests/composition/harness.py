@@ -8,10 +8,13 @@ takes any set of them, and whatever the set, the request must give what :func:`p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from atlas import Engine, SamplingParams
 from atlas._native.plan import ActionKind, EntryKind, Plan
@@ -117,13 +120,13 @@ class Run:
 
     def num_tokens(self, name: str) -> int:
         """Tokens of a request's slowest sample so far."""
-        counts = Counter({index: 0 for index in range(self.params.n if name == "target" else 1)})
+        counts = Counter(dict.fromkeys(range(self.params.n if name == "target" else 1), 0))
         for event in self.events:
             if event.request_id == name:
                 counts[event.index] += len(event.token_ids)
         return min(counts.values())
 
-    def until(self, done: Any) -> None:
+    def until(self, done: Callable[[], bool]) -> None:
         """Step until ``done()``, with an end to patience."""
         for _ in range(_STEPS):
             if done():
@@ -143,13 +146,24 @@ class Run:
             for step in self.recorder.steps
         )
 
-    def free_for_others(self) -> int:
-        """Blocks that no running sequence uses: free, or evictable from the prefix cache."""
-        scheduler = self.engine._loop.scheduler
-        used: set[int] = set()
-        for handle in scheduler.running_handles:
-            used.update(scheduler.sequence(handle).block_table.tolist())
-        return self.engine._loop.core.blocks.num_total - len(used)
+    @contextmanager
+    def all_free_blocks(self) -> Iterator[list[int]]:
+        """Hold every block that is free or can be evicted from the prefix cache."""
+        loop = self.engine._loop
+        if loop.cache is not None:
+            loop.cache.clear()
+        blocks = loop.core.blocks.allocate(loop.core.blocks.num_free)
+        try:
+            yield blocks
+        finally:
+            for block in blocks:
+                loop.core.blocks.release(block)
+
+    def spoil(self, blocks: list[int]) -> None:
+        """Fill blocks with what must never be read."""
+        pools = self.engine._loop.core.pools
+        for pool in (*pools.keys, *pools.values):
+            pool[blocks] = np.nan
 
 
 def assert_balanced(engine: Engine) -> None:

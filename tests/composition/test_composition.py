@@ -23,6 +23,7 @@ _EXPECTED: dict[tuple[str, str, int], Sample] = {}
 
 
 def name_of(features: tuple[Feature, ...]) -> str:
+    """The part of a test's id that tools/composition.py reads."""
     return " + ".join(feature.name for feature in features)
 
 

@@ -21,6 +21,7 @@ NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.ipynb"))
 EXPECTED = {
     "generate": r"Paris[\s\S]*\[length, 24 tokens\]\n'.+'\n'.+'\n",
     "chat": r"> What is the capital of France\?\n.*Paris.*\n\n> What is it famous for\?\n.+\n",
+    "own_scheduler": r"(.*\n){4}what the engine's own scheduler gives: True\n",
     "stream": r"[^.]+(\.[^.]*){2}\n.+\n",
     "verify_by_hand": r"bitwise equal to serial: True\n.*\+ 3\nsame row after rollback: True\n",
 }

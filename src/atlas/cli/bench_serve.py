@@ -86,7 +86,7 @@ def serve(context: click.Context, /, model: str, as_json: bool, quiet: bool, **_
     from atlas.cli.table import print_rows
 
     click.echo()
-    print_rows((asked | about).items())
+    print_rows((name, value) for name, value in (asked | about).items() if value is not None)
 
 
 def load_from(context: click.Context) -> Load:

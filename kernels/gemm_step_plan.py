@@ -1,0 +1,129 @@
+"""Which step-GEMM kernel a matrix gets for a number of rows; needs no compiler and no GPU.
+
+A weight matrix has *one* order of summation, whatever the rows, tiles and kernels: K is cut into
+``k_splits`` contiguous ranges of ``range_len`` elements; a range is summed in k16 steps, ascending,
+in one float32 accumulator of the tensor core; the ranges' sums are added in ascending order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RUNGS = (8, 16, 32, 64, 128)
+"""Rows that a tile has room for: the N of the tensor-core instruction."""
+BOX_K = 64
+"""Elements of K in a box of the tensor maps: 128 bytes, the width of the swizzle."""
+RANGE_STEP = 128
+"""A range of K is a multiple of this, so that every tile's ``k_block`` divides it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTile:
+    """A tile of the output and what is in flight for it.
+
+    Attributes
+    ----------
+    rows : int
+        Rows of activations it has room for, of ``RUNGS``.
+    columns : int
+        Rows of the weight matrix: a multiple of 64, or of 128 when there are two warp groups.
+    k_block, stages : int
+        Elements of K in a stage of shared memory (64 or 128), and stages.
+    k_splits : int
+        Ranges of K, each with a thread block of the cluster.
+    gated : bool
+        The matrix holds gate rows, then as many up rows; the tile takes ``columns / 2`` of each.
+    """
+
+    rows: int
+    columns: int
+    k_block: int
+    stages: int
+    k_splits: int
+    gated: bool = False
+
+    @property
+    def box_rows(self) -> int:
+        """Rows of a box of the weights' tensor map; a box of the activations' has ``rows``."""
+        return self.columns // 2 if self.gated else self.columns
+
+    @property
+    def threads(self) -> int:
+        """A warp group for 64 columns, and the warp that asks for memory."""
+        return 2 * self.columns + 32
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage: weights, then activations."""
+        return (self.columns + self.rows) * self.k_block * 2
+
+    @property
+    def pitch(self) -> int:
+        """Bytes between rows of the float32 tile; 4 floats modulo 32, against bank conflicts."""
+        return (self.columns + 4) * 4
+
+    @property
+    def barrier_offset(self) -> int:
+        """Where the barriers lie: after the stages, which the float32 tile takes over."""
+        return max(self.stages * self.stage_bytes, self.rows * self.pitch)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a thread block."""
+        return self.barrier_offset + 16 * self.stages
+
+    def grid(self, n: int) -> int:
+        """Thread blocks for a matrix of ``n`` rows."""
+        return -(-(n // 2 if self.gated else n) // self.box_rows) * self.k_splits
+
+
+# Found by timing, on an H200. narrow: one thread block an SM, and all its memory in flight.
+# medium: two ranges of K still fill the device twice. wide and gated: two or three an SM.
+TILES: dict[str, StepTile] = {
+    f"{form}_{rows}": StepTile(rows, columns, k_block, stages, k_splits, form == "gated")
+    for form, k_splits, by_rows in (
+        ("narrow", 2, ((64, 128, 12), (64, 128, 11), (64, 128, 9), (64, 128, 7), (64, 64, 9))),
+        ("medium", 2, ((64, 128, 6), (64, 64, 11), (128, 64, 11), (128, 64, 9), (128, 64, 7))),
+        ("wide", 1, ((128, 64, 4), (64, 64, 7), (64, 128, 4), (128, 128, 4), (128, 64, 7))),
+        ("gated", 1, ((64, 64, 8), (64, 64, 7), (64, 64, 6), (64, 64, 4), (192, 64, 5))),
+    )
+    for rows, (columns, k_block, stages) in zip(RUNGS, by_rows, strict=True)
+}
+"""Tiles by variant: ``gemm_step_bf16_<variant>`` is the kernel of one."""
+
+
+def form(n: int, *, gated: bool = False) -> str:
+    """The family of tiles of a matrix of ``n`` rows; it alone decides the order of summation.
+
+    Up to 128 tiles of 64 columns leave SMs of a large GPU without work; two thread blocks a tile
+    give each half of K.
+    """
+    if gated:
+        return "gated"
+    if n <= 4224:
+        return "narrow"
+    return "medium" if n <= 8192 else "wide"
+
+
+def k_splits(n: int, *, gated: bool = False) -> int:
+    """Ranges of K into which the sums of a matrix are cut, at every number of rows."""
+    return TILES[f"{form(n, gated=gated)}_8"].k_splits
+
+
+def range_len(k: int, splits: int) -> int:
+    """Elements of K in a range; the last one has what is left."""
+    per_range = -(-k // splits)
+    return -(-per_range // RANGE_STEP) * RANGE_STEP
+
+
+def rung(rows: int) -> int:
+    """The smallest of ``RUNGS`` with room for ``rows``."""
+    for size in RUNGS:
+        if rows <= size:
+            return size
+    raise ValueError(f"{rows} rows; the step GEMM takes 1 to {RUNGS[-1]}")
+
+
+def variant(n: int, rows: int, *, gated: bool = False) -> str:
+    """The key of ``TILES`` for ``rows`` rows of activations and a matrix of ``n`` rows."""
+    return f"{form(n, gated=gated)}_{rung(rows)}"

@@ -1,0 +1,336 @@
+"""Attention on ``mma.sync``: tiles of 16 query rows against keys and values in shared memory.
+
+A warp holds ``tiles`` tiles of 16 rows. Its scores against a step of keys, its weighted values and
+what belongs to a row are tuples, which these intrinsics unroll: a tuple indexed at run time would
+land in memory.
+
+- scores: [tile][keys / 8] C fragments, values: [tile][dim / 8] C fragments (see ``ptx_mma``);
+- per row: [tile][2], rows g and g + 8 of the tile, equal in the four lanes that share a row;
+- shared memory: rows of bf16, ``pitch`` bytes apart, an odd multiple of 16 so that ``ldmatrix``
+  meets no bank twice.
+
+Source: Dao, "FlashAttention-2" (2023), arXiv 2307.08691.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from atlas_kernels._cuda import f32, i32, types
+from atlas_kernels.ptx import typed_intrinsic
+from llvmlite import ir
+
+_FLOAT, _INT, _VOID = ir.FloatType(), ir.IntType(32), ir.VoidType()
+_FOUR = ir.LiteralStructType([_FLOAT] * 4)
+_WORDS = ir.LiteralStructType([_INT] * 4)
+_MMA = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+    " {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"
+)
+MASKED = -1e30
+"""Maximum of a row before its first key: finite, so that differences are."""
+
+
+def _pure(builder: Any, out: Any, text: str, constraints: str, *args: Any) -> Any:
+    kind = ir.FunctionType(out, [arg.type for arg in args])
+    return builder.call(ir.InlineAsm(kind, text, constraints, side_effect=False), args)
+
+
+def _exp2(builder: Any, value: Any) -> Any:
+    return _pure(builder, _FLOAT, "ex2.approx.ftz.f32 $0, $1;", "=f,f", value)
+
+
+def _reciprocal(builder: Any, value: Any) -> Any:
+    return _pure(builder, _FLOAT, "rcp.approx.ftz.f32 $0, $1;", "=f,f", value)
+
+
+def _maximum(builder: Any, a: Any, b: Any) -> Any:
+    return _pure(builder, _FLOAT, "max.f32 $0, $1, $2;", "=f,f,f", a, b)
+
+
+def _pack(builder: Any, first: Any, second: Any) -> Any:
+    return _pure(builder, _INT, "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", first, second)
+
+
+def _exchange(builder: Any, value: Any, mask: int) -> Any:
+    text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, 0xffffffff;"
+    kind = ir.FunctionType(_FLOAT, [_FLOAT])
+    assembly = ir.InlineAsm(kind, text, "=f,f,~{memory}", side_effect=True)
+    return builder.call(assembly, [value], attrs=("convergent",))
+
+
+def _mma(builder: Any, c: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
+    operands = [*c, *a, *b]
+    kind = ir.FunctionType(_FOUR, [operand.type for operand in operands])
+    constraints = ",".join(["=f"] * 4 + list("0123") + ["r"] * 6)
+    assembly = ir.InlineAsm(kind, _MMA, constraints, side_effect=False)
+    return _members(builder, builder.call(assembly, operands, attrs=("convergent",)), 4)
+
+
+def _ldmatrix(builder: Any, address: Any, offset: int, modifier: str) -> list[Any]:
+    text = f"ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    kind = ir.FunctionType(_WORDS, [_INT])
+    assembly = ir.InlineAsm(kind, text, "=r,=r,=r,=r,r,~{memory}", side_effect=True)
+    return _members(builder, builder.call(assembly, [address], attrs=("convergent",)), 4)
+
+
+def _members(builder: Any, value: Any, count: int) -> list[Any]:
+    return [builder.extract_value(value, i) for i in range(count)]
+
+
+def _floats(count: int) -> Any:
+    return types.UniTuple(f32, count)
+
+
+def _ints(count: int) -> Any:
+    return types.UniTuple(i32, count)
+
+
+def _row(index: int, columns: int) -> int:
+    """Which of a thread's rows an element of a tuple of C fragments belongs to."""
+    return index // (columns // 2) * 2 + (index >> 1 & 1)
+
+
+@cache
+def tile_scores(dim: int, keys: int, tiles: int, pitch: int) -> Any:
+    """(q, k) → scores Q · Kᵀ, k16 steps ascending.
+
+    ``q`` is the int32 address of (row lane % 16, bytes 16 · (lane / 16)) of the queries, ``k`` that
+    of (row lane % 8 + 8 · (lane / 16), bytes 16 · (lane / 8 % 2)) of the keys.
+    """
+    result = _floats(tiles * keys // 2)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        q, k = args
+        zero = [ir.Constant(_FLOAT, 0.0)] * 4
+        sums = [[zero] * (keys // 8) for _ in range(tiles)]
+        for step in range(dim // 16):
+            a = [
+                _ldmatrix(builder, q, 16 * tile * pitch + 32 * step, "") for tile in range(tiles)
+            ]
+            for pair in range(keys // 16):
+                b = _ldmatrix(builder, k, 16 * pair * pitch + 32 * step, "")
+                for tile in range(tiles):
+                    row = sums[tile]
+                    row[2 * pair] = _mma(builder, row[2 * pair], a[tile], b[:2])
+                    row[2 * pair + 1] = _mma(builder, row[2 * pair + 1], a[tile], b[2:])
+        values = [value for row in sums for fragment in row for value in fragment]
+        return context.make_tuple(builder, result, values)
+
+    return typed_intrinsic(result(i32, i32), codegen)
+
+
+@cache
+def tile_values(dim: int, keys: int, tiles: int, pitch: int) -> Any:
+    """(values, weights, v) → values + P · V, k16 steps ascending.
+
+    ``weights`` come from ``tile_weights``; ``v`` is the int32 address of (row lane % 16, bytes
+    16 · (lane / 16)) of the values.
+    """
+    result, words = _floats(tiles * dim // 2), _ints(tiles * keys // 4)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        flat = _members(builder, args[0], tiles * dim // 2)
+        sums = [flat[4 * i : 4 * i + 4] for i in range(tiles * dim // 8)]
+        p = _members(builder, args[1], tiles * keys // 4)
+        for step in range(keys // 16):
+            for pair in range(dim // 16):
+                offset = 16 * step * pitch + 32 * pair
+                b = _ldmatrix(builder, args[2], offset, ".trans")
+                for tile in range(tiles):
+                    a = p[(tile * keys // 16 + step) * 4 :][:4]
+                    at = tile * dim // 8 + 2 * pair
+                    sums[at] = _mma(builder, sums[at], a, b[:2])
+                    sums[at + 1] = _mma(builder, sums[at + 1], a, b[2:])
+        values = [value for fragment in sums for value in fragment]
+        return context.make_tuple(builder, result, values)
+
+    return typed_intrinsic(result(result, words, i32), codegen)
+
+
+@cache
+def tile_softcap(keys: int, tiles: int) -> Any:
+    """(scores, a, cap) → cap · tanh(score · a), as cap − 2 cap / (exp(2 score · a) + 1)."""
+    scores = _floats(tiles * keys // 2)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        one = ir.Constant(_FLOAT, 1.0)
+        factor = builder.fmul(args[1], ir.Constant(_FLOAT, 2.885390043258667))  # 2 log2 e
+        twice = builder.fmul(args[2], ir.Constant(_FLOAT, -2.0))
+        values = []
+        for score in _members(builder, args[0], tiles * keys // 2):
+            power = _exp2(builder, builder.fmul(score, factor))
+            share = _reciprocal(builder, builder.fadd(power, one))
+            values.append(builder.fma(twice, share, args[2]))
+        return context.make_tuple(builder, scores, values)
+
+    return typed_intrinsic(scores(scores, f32, f32), codegen)
+
+
+@cache
+def tile_mask(keys: int, tiles: int) -> Any:
+    """(scores, first, last) → −∞ for the keys outside of first … last of their row.
+
+    ``first`` and ``last`` are per row, counted from the step's first key and less 2 (lane % 4).
+    """
+    scores, rows = _floats(tiles * keys // 2), _ints(2 * tiles)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first, last = (_members(builder, arg, 2 * tiles) for arg in args[1:])
+        hidden, values = ir.Constant(_FLOAT, float("-inf")), []
+        for i, score in enumerate(_members(builder, args[0], tiles * keys // 2)):
+            row = _row(i, keys)
+            key = ir.Constant(_INT, 8 * (i // 4 % (keys // 8)) + (i & 1))
+            seen = builder.and_(
+                builder.icmp_signed(">=", key, first[row]),
+                builder.icmp_signed("<=", key, last[row]),
+            )
+            values.append(builder.select(seen, score, hidden))
+        return context.make_tuple(builder, scores, values)
+
+    return typed_intrinsic(scores(scores, rows, rows), codegen)
+
+
+@cache
+def tile_maximum(keys: int, tiles: int) -> Any:
+    """(scores, maxima) → maxima with these scores, agreed over the lanes of a row."""
+    scores, rows = _floats(tiles * keys // 2), _floats(2 * tiles)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        greatest = _members(builder, args[1], 2 * tiles)
+        for i, score in enumerate(_members(builder, args[0], tiles * keys // 2)):
+            row = _row(i, keys)
+            greatest[row] = _maximum(builder, greatest[row], score)
+        for mask in (1, 2):
+            greatest = [
+                _maximum(builder, value, _exchange(builder, value, mask)) for value in greatest
+            ]
+        return context.make_tuple(builder, rows, greatest)
+
+    return typed_intrinsic(rows(scores, rows), codegen)
+
+
+@cache
+def tile_weights(keys: int, tiles: int) -> Any:
+    """(scores, maxima, factor) → 2^((score − maximum) · factor) as A words, and the lane's sums.
+
+    The sums are of the float32 weights, keys ascending; a lane has its own columns alone.
+    """
+    scores, words, rows = _floats(tiles * keys // 2), _ints(tiles * keys // 4), _floats(2 * tiles)
+    result = types.Tuple((words, rows))
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        shifts = [
+            builder.fneg(builder.fmul(value, args[2]))
+            for value in _members(builder, args[1], 2 * tiles)
+        ]
+        sums: list[Any] = [None] * (2 * tiles)
+        weights = []
+        for i, score in enumerate(_members(builder, args[0], tiles * keys // 2)):
+            row = _row(i, keys)
+            weight = _exp2(builder, builder.fma(score, args[2], shifts[row]))
+            sums[row] = weight if sums[row] is None else builder.fadd(sums[row], weight)
+            weights.append(weight)
+        packed = [
+            _pack(builder, weights[i], weights[i + 1]) for i in range(0, tiles * keys // 2, 2)
+        ]
+        parts = [
+            context.make_tuple(builder, words, packed),
+            context.make_tuple(builder, rows, sums),
+        ]
+        return context.make_tuple(builder, result, parts)
+
+    return typed_intrinsic(result(scores, rows, f32), codegen)
+
+
+@cache
+def tile_decay(tiles: int) -> Any:
+    """(old, new, factor) → 2^((old − new) · factor) for each row."""
+    rows = _floats(2 * tiles)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        old, new = (_members(builder, arg, 2 * tiles) for arg in args[:2])
+        values = [
+            _exp2(builder, builder.fmul(builder.fsub(before, after), args[2]))
+            for before, after in zip(old, new, strict=True)
+        ]
+        return context.make_tuple(builder, rows, values)
+
+    return typed_intrinsic(rows(rows, rows, f32), codegen)
+
+
+@cache
+def tile_fill(count: int, value: float) -> Any:
+    """() → a tuple of ``count`` equal numbers."""
+    result = _floats(count)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.make_tuple(builder, result, [ir.Constant(_FLOAT, value)] * count)
+
+    return typed_intrinsic(result(), codegen)
+
+
+@cache
+def tile_scale(dim: int, tiles: int) -> Any:
+    """(values, factors) → each row times its factor."""
+    values, rows = _floats(tiles * dim // 2), _floats(2 * tiles)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        factors = _members(builder, args[1], 2 * tiles)
+        scaled = [
+            builder.fmul(value, factors[_row(i, dim)])
+            for i, value in enumerate(_members(builder, args[0], tiles * dim // 2))
+        ]
+        return context.make_tuple(builder, values, scaled)
+
+    return typed_intrinsic(values(values, rows), codegen)
+
+
+@cache
+def tile_rows_fma(tiles: int) -> Any:
+    """(a, b, c) → a · b + c for each row, rounded once."""
+    rows = _floats(2 * tiles)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        a, b, c = (_members(builder, arg, 2 * tiles) for arg in args)
+        values = [builder.fma(x, y, z) for x, y, z in zip(a, b, c, strict=True)]
+        return context.make_tuple(builder, rows, values)
+
+    return typed_intrinsic(rows(rows, rows, rows), codegen)
+
+
+@cache
+def tile_sum_lanes(tiles: int) -> Any:
+    """(sums) → each row's sum over its four lanes: distances 1, then 2."""
+    rows = _floats(2 * tiles)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values = _members(builder, args[0], 2 * tiles)
+        for mask in (1, 2):
+            values = [builder.fadd(value, _exchange(builder, value, mask)) for value in values]
+        return context.make_tuple(builder, rows, values)
+
+    return typed_intrinsic(rows(rows), codegen)
+
+
+@cache
+def tile_store(dim: int, tiles: int, pitch: int) -> Any:
+    """(values, address): as float32 to shared memory, rows ``pitch`` bytes apart.
+
+    ``address`` is the int32 address of (row lane / 4, column 2 (lane % 4)).
+    """
+    values = _floats(tiles * dim // 2)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        flat = _members(builder, args[0], tiles * dim // 2)
+        kind = ir.FunctionType(_VOID, [_INT, _FLOAT, _FLOAT])
+        for i in range(0, len(flat), 2):
+            tile, column = i // (dim // 2), i % (dim // 2) // 4 * 8
+            offset = (16 * tile + 8 * (i >> 1 & 1)) * pitch + 4 * column
+            text = f"st.shared.v2.f32 [$0+{offset}], {{$1, $2}};"
+            assembly = ir.InlineAsm(kind, text, "r,f,f,~{memory}", side_effect=True)
+            builder.call(assembly, [args[1], flat[i], flat[i + 1]])
+        return context.get_dummy_value()
+
+    return typed_intrinsic(types.void(values, i32), codegen)
