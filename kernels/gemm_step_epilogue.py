@@ -50,11 +50,11 @@ def _gate_pair(gate, up):
 
 
 @device
-def finish_gated(gate, up, row, column, bias, up_bias, out, out_stride):
-    """out = silu(gate + bias) · (up + up_bias): the bits of a product stored and then gated."""
+def finish_gated(gate, up, row, column, num_columns, bias, out, out_stride):
+    """out = silu(gate + bias) · (up + its bias): the bits of a product stored and then gated."""
     if bias != 0:
         gate = add4(gate, load_constant_f32x4(bias + i64(column) * 4))
-        up = add4(up, load_constant_f32x4(up_bias + i64(column) * 4))
+        up = add4(up, load_constant_f32x4(bias + i64(num_columns + column) * 4))
     a, b = _gate_pair((gate[0], gate[1]), (up[0], up[1]))
     c, d = _gate_pair((gate[2], gate[3]), (up[2], up[3]))
     target = out + i64(row) * out_stride + i64(column) * 2

@@ -33,6 +33,8 @@ class StepTile:
         Ranges of K, each with a thread block of the cluster.
     gated : bool
         The matrix holds gate rows, then as many up rows; the tile takes ``columns / 2`` of each.
+    overlap : bool
+        A stage's products run while the next stage is waited for.
     """
 
     rows: int
@@ -41,6 +43,7 @@ class StepTile:
     stages: int
     k_splits: int
     gated: bool = False
+    overlap: bool = False
 
     @property
     def box_rows(self) -> int:
@@ -56,6 +59,11 @@ class StepTile:
     def stage_bytes(self) -> int:
         """Shared memory of a stage: weights, then activations."""
         return (self.columns + self.rows) * self.k_block * 2
+
+    @property
+    def rows_offset(self) -> int:
+        """Where a stage's activations lie in it."""
+        return self.columns * self.k_block * 2
 
     @property
     def pitch(self) -> int:

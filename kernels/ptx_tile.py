@@ -170,18 +170,19 @@ def tile_softcap(keys: int, tiles: int) -> Any:
 
 @cache
 def tile_mask(keys: int, tiles: int) -> Any:
-    """(scores, first, last) → −∞ for the keys outside of first … last of their row.
+    """(scores, first, last, key) → −∞ for the keys outside of first … last of their row.
 
-    ``first`` and ``last`` are per row, counted from the step's first key and less 2 (lane % 4).
+    ``key`` is the position of the lane's first column: the step's first key + 2 (lane % 4).
     """
     scores, rows = _floats(tiles * keys // 2), _ints(2 * tiles)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        first, last = (_members(builder, arg, 2 * tiles) for arg in args[1:])
+        first, last = (_members(builder, arg, 2 * tiles) for arg in args[1:3])
         hidden, values = ir.Constant(_FLOAT, float("-inf")), []
         for i, score in enumerate(_members(builder, args[0], tiles * keys // 2)):
             row = _row(i, keys)
-            key = ir.Constant(_INT, 8 * (i // 4 % (keys // 8)) + (i & 1))
+            column = 8 * (i // 4 % (keys // 8)) + (i & 1)
+            key = builder.add(args[3], ir.Constant(_INT, column))
             seen = builder.and_(
                 builder.icmp_signed(">=", key, first[row]),
                 builder.icmp_signed("<=", key, last[row]),
@@ -189,7 +190,7 @@ def tile_mask(keys: int, tiles: int) -> Any:
             values.append(builder.select(seen, score, hidden))
         return context.make_tuple(builder, scores, values)
 
-    return typed_intrinsic(scores(scores, rows, rows), codegen)
+    return typed_intrinsic(scores(scores, rows, rows, i32), codegen)
 
 
 @cache

@@ -23,18 +23,12 @@ class Gpu:
 
     def __init__(self) -> None:
         from cuda.bindings import driver
-        from cuda.core import Device, LaunchConfig
+        from cuda.core import Device
 
         self.driver = driver
         self.device = Device()
         self.device.set_current()
         self.stream = self.device.create_stream()
-        self.options: dict[str, bool] = {}
-        # Older versions of cuda.core have no dependent launch.
-        if self.device.compute_capability >= (9, 0) and hasattr(
-            LaunchConfig, "programmatic_stream_serialization"
-        ):
-            self.options["programmatic_stream_serialization"] = True
         self.kernels: dict[str, tuple[Any, Any, Any]] = {}
         self.allocations: list[int] = []
 
@@ -47,10 +41,12 @@ class Gpu:
 
     def add(self, kernel: Any) -> None:
         """Load a ``CompiledKernel``."""
-        from cuda.core import ObjectCode
-
-        code = ObjectCode.from_cubin(kernel.cubin)
-        self.kernels[kernel.info.name] = (kernel.info, code, code.get_kernel(kernel.info.entry))
+        driver, info = self.driver, kernel.info
+        module = self._check(driver.cuModuleLoadData(kernel.cubin))
+        function = self._check(driver.cuModuleGetFunction(module, info.entry.encode()))
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self._check(driver.cuFuncSetAttribute(function, limit, info.dynamic_shared_bytes))
+        self.kernels[info.name] = (info, module, function)
 
     def reserve(self, num_bytes: int) -> int:
         """Address of new memory, a multiple of 256."""
@@ -81,16 +77,54 @@ class Gpu:
 
     def run(self, name: str, grid: tuple[int, int], args: list[Any]) -> None:
         """Launch a kernel, with dependent launch where the device has it."""
-        from cuda.core import LaunchConfig, launch
+        driver = self.driver
+        info, _, function = self.kernels[name]
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = info.threads, 1, 1
+        config.sharedMemBytes, config.hStream = info.dynamic_shared_bytes, self.stream.handle
+        config.attrs = self._attributes(info.cluster)
+        config.numAttrs = len(config.attrs)
+        values = tuple(v.item() if isinstance(v, np.generic) else v for v in args)
+        types = tuple(_TYPES[kind] for _, kind in info.arguments)
+        self._check(driver.cuLaunchKernelEx(config, function, (values, types), 0))
 
-        info, _, kernel = self.kernels[name]
-        shared = info.dynamic_shared_bytes
-        config = LaunchConfig(grid=grid, block=info.threads, shmem_size=shared, **self.options)
-        typed = [
-            _TYPES[kind](value.item() if isinstance(value, np.generic) else value)
-            for (_, kind), value in zip(info.arguments, args, strict=True)
-        ]
-        launch(self.stream, config, kernel, *typed)
+    def _attributes(self, cluster: int) -> list[Any]:
+        identifiers, found = self.driver.CUlaunchAttributeID, []
+        if self.device.compute_capability >= (9, 0):
+            dependent = self.driver.CUlaunchAttribute()
+            dependent.id = identifiers.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            dependent.value.programmaticStreamSerializationAllowed = 1
+            found.append(dependent)
+        if cluster > 1:
+            together = self.driver.CUlaunchAttribute()
+            together.id = identifiers.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = together.value.clusterDim
+            size.x, size.y, size.z = cluster, 1, 1
+            found.append(together)
+        return found
+
+    def tensor_map(self, address: int, shape: tuple[int, int], box: tuple[int, int]) -> bytes:
+        """The tensor map of a bf16 matrix with the 128-byte swizzle; ``box`` as (rows, columns)."""
+        driver = self.driver
+        sizes, pitch = [driver.cuuint64_t(size) for size in shape[::-1]], shape[1] * 2
+        ones = [driver.cuuint32_t(1)] * 2
+        encoded = self._check(
+            driver.cuTensorMapEncodeTiled(
+                driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                2,
+                address,
+                sizes,
+                [driver.cuuint64_t(pitch)],
+                [driver.cuuint32_t(size) for size in box[::-1]],
+                ones,
+                driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+                driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        )
+        return ctypes.string_at(int(encoded.getPtr()), 128)
 
     def microseconds(self, work: Callable[[], None], count: int = 20, repeats: int = 7) -> float:
         """Median time of ``work``, a graph of ``count`` of it replayed ``repeats`` times."""

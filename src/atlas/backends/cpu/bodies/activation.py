@@ -7,12 +7,9 @@ import numpy as np
 
 from atlas.backends.cpu.bodies import body
 from atlas.backends.cpu.bodies.elementary import exp, tanh
-from atlas.backends.cpu.bodies.simd import (
-    add as add_lanes,
-)
+from atlas.backends.cpu.bodies.simd import add as add_lanes
 from atlas.backends.cpu.bodies.simd import (
     bits_f32,
-    device,
     div,
     fma,
     load_first,
@@ -22,6 +19,7 @@ from atlas.backends.cpu.bodies.simd import (
     sub,
     zeros,
 )
+from atlas.backends.cpu.bodies.vectors import device
 
 _f = np.float32
 ONE, HALF = _f(1.0), _f(0.5)

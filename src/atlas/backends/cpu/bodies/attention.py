@@ -17,7 +17,6 @@ from atlas.backends.cpu.bodies.elementary import exp, exp_scalar, tanh
 from atlas.backends.cpu.bodies.simd import (
     add,
     bits_f32,
-    device,
     div,
     fma,
     lanes_between,
@@ -39,6 +38,7 @@ from atlas.backends.cpu.bodies.simd import (
     sum_lanes,
     zeros,
 )
+from atlas.backends.cpu.bodies.vectors import device
 from atlas.ops.attention import SEGMENT
 
 _f = np.float32

@@ -13,7 +13,6 @@ import numpy as np
 from atlas.backends.cpu.bodies.simd import (
     absolute,
     add,
-    device,
     div,
     first_lane,
     fma,
@@ -29,6 +28,7 @@ from atlas.backends.cpu.bodies.simd import (
     to_i32,
     zeros,
 )
+from atlas.backends.cpu.bodies.vectors import device
 
 _f = np.float32
 LOWEST = _f(-87.0)  # below, exp is 0: results stay clear of subnormals

@@ -4,14 +4,8 @@
 from __future__ import annotations
 
 from atlas.backends.cpu.bodies import body
-from atlas.backends.cpu.bodies.simd import (
-    bits_f32,
-    device,
-    load_first,
-    load_i32,
-    store_f32,
-    store_first,
-)
+from atlas.backends.cpu.bodies.simd import bits_f32, load_first, load_i32, store_f32, store_first
+from atlas.backends.cpu.bodies.vectors import device
 from atlas.backends.cpu.bodies.weight_elements import ELEMENTS
 
 

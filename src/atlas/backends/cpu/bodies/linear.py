@@ -14,9 +14,6 @@ from atlas.backends.cpu.bodies import body
 from atlas.backends.cpu.bodies.simd import (
     absolute,
     add,
-    broadcast_i32,
-    device,
-    dot4,
     fma,
     load,
     load_bf16,
@@ -29,17 +26,22 @@ from atlas.backends.cpu.bodies.simd import (
     prefetch,
     rint,
     splat,
-    splat_i32,
     store_f32,
     store_first,
-    store_i8_lanes,
     store_i32,
     sub,
-    sum_i32,
     sum_lanes,
     to_i32,
     zeros,
 )
+from atlas.backends.cpu.bodies.simd_integer import (
+    broadcast_i32,
+    dot4,
+    splat_i32,
+    store_i8_lanes,
+    sum_i32,
+)
+from atlas.backends.cpu.bodies.vectors import device
 from atlas.backends.cpu.bodies.weight_blocks import FORMATS
 
 _f = np.float32

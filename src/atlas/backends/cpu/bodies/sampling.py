@@ -8,7 +8,6 @@ import numpy as np
 from atlas.backends.cpu.bodies import body
 from atlas.backends.cpu.bodies.simd import (
     add,
-    device,
     less,
     load,
     load_first,
@@ -23,6 +22,7 @@ from atlas.backends.cpu.bodies.simd import (
     to_i32,
     zeros,
 )
+from atlas.backends.cpu.bodies.vectors import device
 
 # The numbers of atlas.ops.elementary; a test compares the results bit by bit.
 EXP_LOW = np.float32(-87.33)

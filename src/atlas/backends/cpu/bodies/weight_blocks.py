@@ -13,29 +13,31 @@ quantised activation row (see ``linear.quantize_rows``).
 from __future__ import annotations
 
 from atlas.backends.cpu.bodies.simd import (
+    fma,
+    load,
+    load_f16,
+    load_f32,
+    load_i32,
+    mul,
+    splat,
+    to_f32,
+)
+from atlas.backends.cpu.bodies.simd_integer import (
     add_i32,
     bit_pair_0,
     bit_pair_2,
     bit_pair_4,
     bit_pair_6,
-    device,
-    fma,
     high_nibbles,
-    load,
     load_bytes,
-    load_f16,
-    load_f32,
     load_i8_lanes,
-    load_i32,
     load_u8_lanes,
     low_nibbles,
-    mul,
     mul_i32,
     or_bytes,
-    splat,
     splat_i32,
-    to_f32,
 )
+from atlas.backends.cpu.bodies.vectors import device
 
 
 @device

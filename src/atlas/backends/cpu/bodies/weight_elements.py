@@ -6,13 +6,13 @@ from __future__ import annotations
 import numpy as np
 
 from atlas.backends.cpu.bodies.simd import (
-    device,
     load_bf16_scalar,
     load_f16_scalar,
     load_f32,
     load_i8,
     load_u8,
 )
+from atlas.backends.cpu.bodies.vectors import device
 
 _f = np.float32
 

@@ -1,0 +1,451 @@
+"""Paged attention of the step: the last rows of a sequence share one sweep over its keys.
+
+A thread block takes a sequence, a KV head and up to 16 · tiles query rows: the head's group of
+query heads, row after row of the sequence. It walks splits of ``SPLIT`` keys at absolute multiples
+of that position. In a split, warp w takes the blocks w, w + 4, … of 16 keys: K and V of a block
+come by ``cp.async`` into buffers of the warp's own, so that warps never wait for each other.
+
+Order, which depends on a row's position alone: within a warp the blocks ascending, with the running
+maximum of the online softmax; the four warps of a split ascending; the splits ascending. Keys that
+a row does not see leave its bits as they are, whoever shares the sweep. With more than one split
+the partial results go through memory, and the thread block that finishes last combines them. P is
+rounded to bf16 before P · V; the sum of P is not.
+
+Source: Dao et al., "Flash-Decoding" (2023); Kwon et al., "PagedAttention" (2023), arXiv 2309.06180.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atlas_kernels._cuda import device, f32, i32, i64
+from atlas_kernels.kv_store import BLOCK_LEN
+from atlas_kernels.ptx_async import (
+    copy16_or_zero,
+    copy_commit,
+    copy_wait,
+    launch_dependents,
+    wait_prerequisites,
+)
+from atlas_kernels.ptx_math import fast_exp2, fma, pack_bf16, quotient
+from atlas_kernels.ptx_memory import (
+    atomic_add_b32,
+    dynamic_shared,
+    fence_device,
+    load_b32,
+    load_l2_f32x2,
+    load_l2_f32x4,
+    load_shared_b32,
+    load_shared_f32,
+    load_shared_f32x4,
+    store_b32,
+    store_b32x2,
+    store_f32x2,
+    store_f32x4,
+    store_shared_b32,
+    store_shared_f32,
+)
+from atlas_kernels.ptx_tile import (
+    MASKED,
+    tile_decay,
+    tile_fill,
+    tile_mask,
+    tile_maximum,
+    tile_rows_fma,
+    tile_scale,
+    tile_scores,
+    tile_softcap,
+    tile_store,
+    tile_sum_lanes,
+    tile_values,
+    tile_weights,
+)
+from atlas_kernels.ptx_warp import (
+    block_x,
+    block_y,
+    lane_id,
+    num_blocks_y,
+    shuffle_b32,
+    sync_threads,
+    sync_warp,
+    thread_x,
+    warp_max,
+)
+from atlas_kernels.registry import kernel
+
+SPLIT = 256
+"""Keys of a split: a part of the order, so of the bits."""
+THREADS = 128
+WARPS = THREADS // 32
+LOG2_E = 1.4426950408889634
+ROW_BYTES = 16  # of a row in the table in shared memory: first and last key, two floats unused
+
+VARIANTS = {
+    f"d{dim}_r{16 * tiles}": (dim, tiles)
+    for dim, most in ((64, 2), (80, 2), (96, 2), (128, 2), (256, 1))
+    for tiles in range(1, most + 1)
+}
+
+
+def key_pitch(dim: int) -> int:
+    """Bytes from a row of keys, values or queries to the next: no bank conflicts."""
+    return 2 * dim + 16
+
+
+def stages(dim: int) -> int:
+    """Blocks of keys and values in flight for each warp."""
+    return 2 if dim <= 128 else 1
+
+
+def shared_bytes(dim: int, tiles: int) -> int:
+    """Dynamic shared memory: the warps' buffers, queries, limits, maxima and sums."""
+    return WARPS * stages(dim) * 2 * BLOCK_LEN * key_pitch(dim) + 16 * tiles * (
+        key_pitch(dim) + 8 + WARPS * 8
+    )
+
+
+def resident_blocks(dim: int, tiles: int) -> int:
+    """Thread blocks that an SM shall hold."""
+    return 3 if tiles * dim <= 128 else 2
+
+
+def row_words(tiles: int) -> Any:
+    """A device function: the int32 of a lane's rows, 8 rows apart, 8 bytes a row."""
+    if tiles == 1:
+        return device(lambda at: (load_shared_b32(at), load_shared_b32(at + 64)))
+
+    @device
+    def words(at):
+        first, second = load_shared_b32(at), load_shared_b32(at + 64)
+        return first, second, load_shared_b32(at + 128), load_shared_b32(at + 192)
+
+    return words
+
+
+def store_rows(tiles: int) -> Any:
+    """A device function: the float32 of a lane's rows to shared memory, 8 bytes a row."""
+    if tiles == 1:
+
+        @device
+        def store(at, values):
+            store_shared_f32(at, values[0])
+            store_shared_f32(at + 64, values[1])
+
+    else:
+
+        @device
+        def store(at, values):
+            store_shared_f32(at, values[0])
+            store_shared_f32(at + 64, values[1])
+            store_shared_f32(at + 128, values[2])
+            store_shared_f32(at + 192, values[3])
+
+    return store
+
+
+@device
+def fold(weight, part, total):
+    """total + weight · part, four columns."""
+    return (
+        fma(weight, part[0], total[0]),
+        fma(weight, part[1], total[1]),
+        fma(weight, part[2], total[2]),
+        fma(weight, part[3], total[3]),
+    )
+
+
+@device
+def store_output(address, values, total):
+    """Four columns divided by the row's sum, as bf16."""
+    share = f32(1) / total
+    low = pack_bf16(values[0] * share, values[1] * share)
+    store_b32x2(address, (low, pack_bf16(values[2] * share, values[3] * share)))
+
+
+def combine_splits(dim: int) -> Any:
+    """A device function: a warp adds up the partial results of a row, splits ascending.
+
+    ``step`` is the distance, in rows, from a split's partial result to the next one's.
+    """
+
+    @device
+    def combine(partials, sums, row, step, num_splits, out):
+        lane = lane_id()
+        greatest = f32(MASKED)
+        for split in range(lane, num_splits, 32):
+            top, _ = load_l2_f32x2(sums + (row + split * step) * 8)
+            greatest = top if top > greatest else greatest
+        greatest = warp_max(greatest)
+        for column in range(lane * 4, dim, 128):
+            total, values = f32(0), (f32(0), f32(0), f32(0), f32(0))
+            source, pair = partials + (row * dim + column) * 4, sums + row * 8
+            left = num_splits
+            while left >= 8:  # eight loads in flight
+                m0, l0 = load_l2_f32x2(pair)
+                m1, l1 = load_l2_f32x2(pair + step * 8)
+                m2, l2 = load_l2_f32x2(pair + 2 * step * 8)
+                m3, l3 = load_l2_f32x2(pair + 3 * step * 8)
+                m4, l4 = load_l2_f32x2(pair + 4 * step * 8)
+                m5, l5 = load_l2_f32x2(pair + 5 * step * 8)
+                m6, l6 = load_l2_f32x2(pair + 6 * step * 8)
+                m7, l7 = load_l2_f32x2(pair + 7 * step * 8)
+                p0 = load_l2_f32x4(source)
+                p1 = load_l2_f32x4(source + step * dim * 4)
+                p2 = load_l2_f32x4(source + 2 * step * dim * 4)
+                p3 = load_l2_f32x4(source + 3 * step * dim * 4)
+                p4 = load_l2_f32x4(source + 4 * step * dim * 4)
+                p5 = load_l2_f32x4(source + 5 * step * dim * 4)
+                p6 = load_l2_f32x4(source + 6 * step * dim * 4)
+                p7 = load_l2_f32x4(source + 7 * step * dim * 4)
+                w0, w1 = fast_exp2(m0 - greatest), fast_exp2(m1 - greatest)
+                w2, w3 = fast_exp2(m2 - greatest), fast_exp2(m3 - greatest)
+                w4, w5 = fast_exp2(m4 - greatest), fast_exp2(m5 - greatest)
+                w6, w7 = fast_exp2(m6 - greatest), fast_exp2(m7 - greatest)
+                total = fma(w3, l3, fma(w2, l2, fma(w1, l1, fma(w0, l0, total))))
+                total = fma(w7, l7, fma(w6, l6, fma(w5, l5, fma(w4, l4, total))))
+                values = fold(w3, p3, fold(w2, p2, fold(w1, p1, fold(w0, p0, values))))
+                values = fold(w7, p7, fold(w6, p6, fold(w5, p5, fold(w4, p4, values))))
+                source, pair, left = source + 8 * step * dim * 4, pair + 8 * step * 8, left - 8
+            while left > 0:
+                top, part = load_l2_f32x2(pair)
+                weight = fast_exp2(top - greatest)
+                total = fma(weight, part, total)
+                values = fold(weight, load_l2_f32x4(source), values)
+                source, pair, left = source + step * dim * 4, pair + step * 8, left - 1
+            store_output(out + column * 2, values, total)
+
+    return combine
+
+
+@kernel(
+    "attention_decode",
+    args="ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr"
+    " i32 i32 i32 i32 i32 i64 i64 f32 f32",
+    threads=THREADS,
+    min_blocks=resident_blocks,
+    shared=shared_bytes,
+    variants=VARIANTS,
+)
+def make_attention_decode(dim: int, tiles: int) -> Any:
+    """q, out [T, H, K] over the pools [B, HK, 16, K], all bf16; any number of rows a sequence.
+
+    Grid (N · HK · ⌈max_rows · group / (16 · tiles)⌉, workers). Any number of workers gives the same
+    bits: worker y takes the splits y, y + workers, … of what its rows see.
+
+    - ``tables`` int32 [N, ``table_stride``], ``cu_rows`` int32 [N + 1], ``positions`` int32 [T]:
+      as in the op ``attention``; a sequence may have no rows;
+    - ``cu_splits`` int32 [N + 1]: room for at least ⌊last position / SPLIT⌋ + 1 splits of each
+      sequence, or with a window for those that its rows see;
+    - ``partials`` float32 [splits, HK, max_rows · group, K] and ``sums`` float32 [the same, 2]:
+      scratch, with the maximum (base 2) and the sum of a row;
+    - ``counters`` int32, one for each x of the grid: zero, and zero again afterwards;
+    - ``window`` 0 and ``softcap`` 0 mean none; ``q_stride``, ``out_stride`` in bytes.
+    """
+    chunks = dim // 8  # of 16 bytes in a row
+    pitch, depth, rows = key_pitch(dim), stages(dim), 16 * tiles
+    block_bytes = BLOCK_LEN * pitch
+    warp_bytes = depth * 2 * block_bytes
+    q_at = WARPS * warp_bytes
+    limits_at = q_at + rows * pitch
+    sums_at = limits_at + rows * 8
+    result_pitch = 4 * dim + 16  # the warps' results take the place of the buffers
+    per_lane = BLOCK_LEN * chunks // 32
+    vectors = dim // 4
+
+    scores_of, values_of = tile_scores(dim, 16, tiles, pitch), tile_values(dim, 16, tiles, pitch)
+    cap, mask = tile_softcap(16, tiles), tile_mask(16, tiles)
+    maximum_of, weights_of = tile_maximum(16, tiles), tile_weights(16, tiles)
+    decay_of, scale_rows = tile_decay(tiles), tile_scale(dim, tiles)
+    rows_fma, sum_lanes = tile_rows_fma(tiles), tile_sum_lanes(tiles)
+    no_values, no_sums = tile_fill(rows * dim // 32, 0.0), tile_fill(2 * tiles, 0.0)
+    no_maxima = tile_fill(2 * tiles, MASKED)
+    store_values = tile_store(dim, tiles, result_pitch)
+    load_rows, put_rows = row_words(tiles), store_rows(tiles)
+    copied, queries_copied = copy_wait(2 * depth - 1), copy_wait(2 * depth)
+    combine = combine_splits(dim)
+
+    @device
+    def copy_block(target, source, seen):
+        """A warp's copy of one head of a block; rows that nobody sees become zeros."""
+        for i in range(per_lane):
+            chunk = lane_id() + 32 * i
+            row = quotient(chunk, chunks)
+            num_bytes = i32(16) if row < seen else i32(0)
+            copy16_or_zero(target + (chunk + row) * 16, source + chunk * 16, num_bytes)
+
+    @device
+    def merge_warps(base, row, column):
+        """Four columns of a row: the warps' results, ascending; with the maximum and the sum."""
+        at = base + sums_at + row * 8
+        greatest = load_shared_f32(at)
+        for warp in range(1, WARPS):
+            top = load_shared_f32(at + warp * rows * 8)
+            greatest = top if top > greatest else greatest
+        total, values = f32(0), (f32(0), f32(0), f32(0), f32(0))
+        source = base + row * result_pitch + column * 4
+        for warp in range(WARPS):
+            weight = fast_exp2(load_shared_f32(at + warp * rows * 8) - greatest)
+            total = fma(weight, load_shared_f32(at + warp * rows * 8 + 4), total)
+            part = load_shared_f32x4(source + warp * rows * result_pitch)
+            values = fold(weight, part, values)
+        return values, greatest, total
+
+    def attention_decode(
+        q, k_pool, v_pool, out, tables, cu_rows, positions, cu_splits, partials, sums, counters,
+        heads, kv_heads, max_rows, window, table_stride, q_stride, out_stride, scale, softcap,
+    ):  # fmt: skip
+        launch_dependents()
+        wait_prerequisites()
+        group = quotient(heads, kv_heads)
+        row_groups = quotient(max_rows * group + (rows - 1), rows)
+        pair = quotient(block_x(), row_groups)
+        begin = i32((block_x() - pair * row_groups) * rows)
+        sequence = quotient(pair, kv_heads)
+        head = i32(pair - sequence * kv_heads)
+        first_row = load_b32(cu_rows + sequence * 4)
+        count = (load_b32(cu_rows + sequence * 4 + 4) - first_row) * group - begin
+        count = i32(min(count, rows))
+        if count <= 0:
+            return
+        earliest = load_b32(positions + i64(first_row + quotient(begin, group)) * 4)
+        latest = load_b32(positions + i64(first_row + quotient(begin + count - 1, group)) * 4)
+        start = max(0, earliest - window + 1) if window > 0 else 0
+        first_split = start // SPLIT
+        num_splits = latest // SPLIT - first_split + 1
+        workers = min(num_blocks_y(), num_splits)
+        if block_y() >= workers:
+            return
+
+        base, lane, warp = dynamic_shared(), lane_id(), shuffle_b32(thread_x() >> 5, 0)
+        for chunk in range(thread_x(), rows * chunks, THREADS):
+            row = quotient(chunk, chunks)
+            index = begin + min(row, count - 1)
+            token = quotient(index, group)
+            source = q + i64(first_row + token) * q_stride
+            source += i64(head * group + index - token * group) * (2 * dim)
+            source += (chunk - row * chunks) * 16
+            num_bytes = i32(16) if row < count else i32(0)
+            copy16_or_zero(base + q_at + (chunk + row) * 16, source, num_bytes)
+        copy_commit()
+        if thread_x() < rows:
+            index = begin + min(thread_x(), count - 1)
+            position = load_b32(positions + i64(first_row + quotient(index, group)) * 4)
+            at = base + limits_at + thread_x() * 8
+            store_shared_b32(at, max(0, position - window + 1) if window > 0 else 0)
+            store_shared_b32(at + 4, position)
+
+        factor = f32(LOG2_E) if softcap > f32(0) else scale * f32(LOG2_E)
+        inner = scale / softcap if softcap > f32(0) else f32(0)
+        buffers = base + warp * warp_bytes
+        q_row = base + q_at + (lane & 15) * pitch + (lane >> 4) * 16
+        k_row = (lane & 7) * pitch + (lane >> 4) * (8 * pitch) + (lane & 8) * 2
+        v_row = (lane & 15) * pitch + (lane >> 4) * 16
+        first = last = load_rows(base + limits_at)  # their type; read below
+        head_bytes = BLOCK_LEN * dim * 2
+        table = tables + i64(sequence) * table_stride * 4
+        split = first_split + block_y()
+        while split < first_split + num_splits:
+            low = max(split * (SPLIT // 16), start >> 4)
+            high = min((split + 1) * (SPLIT // 16) - 1, latest >> 4)
+            entry = load_b32(table + i64(min(split * (SPLIT // 16) + (lane & 15), high)) * 4)
+            block = low + ((warp - low) & (WARPS - 1))
+            for stage in range(depth):
+                ahead = block + stage * WARPS
+                if ahead <= high:
+                    number = shuffle_b32(entry, ahead & 15)
+                    source = (i64(number) * kv_heads + head) * head_bytes
+                    target = buffers + stage * (2 * block_bytes)
+                    copy_block(target, k_pool + source, latest + 1 - ahead * 16)
+                    copy_commit()
+                    copy_block(target + block_bytes, v_pool + source, latest + 1 - ahead * 16)
+                    copy_commit()
+                else:
+                    copy_commit()
+                    copy_commit()
+            queries_copied()
+            sync_threads()
+            first = load_rows(base + limits_at + (lane >> 2) * 8)
+            last = load_rows(base + limits_at + (lane >> 2) * 8 + 4)
+            values, maxima, totals = no_values(), no_maxima(), no_sums()
+            stage = 0
+            while block <= high:
+                at = buffers + stage * (2 * block_bytes)
+                ahead = block + depth * WARPS
+                number = shuffle_b32(entry, ahead & 15)
+                source = (i64(number) * kv_heads + head) * head_bytes
+                seen = latest + 1 - ahead * 16
+                copied()
+                sync_warp()
+                scores = scores_of(q_row, at + k_row)
+                sync_warp()
+                if ahead <= high:
+                    copy_block(at, k_pool + source, seen)
+                copy_commit()
+                if softcap > f32(0):
+                    scores = cap(scores, inner, softcap)
+                scores = mask(scores, first, last, block * 16 + 2 * (lane & 3))
+                greatest = maximum_of(scores, maxima)
+                decay = decay_of(maxima, greatest, factor)
+                maxima = greatest
+                weights, parts = weights_of(scores, maxima, factor)
+                totals = rows_fma(totals, decay, parts)
+                values = scale_rows(values, decay)
+                copied()
+                sync_warp()
+                values = values_of(values, weights, at + block_bytes + v_row)
+                sync_warp()
+                if ahead <= high:
+                    copy_block(at + block_bytes, v_pool + source, seen)
+                copy_commit()
+                block += WARPS
+                stage = 0 if stage == depth - 1 else stage + 1
+            totals = sum_lanes(totals)
+            sync_threads()  # the buffers are free
+            at = base + (warp * rows + (lane >> 2)) * result_pitch + (lane & 3) * 8
+            store_values(values, at)
+            if lane & 3 == 0:
+                at = base + sums_at + (warp * rows + (lane >> 2)) * 8
+                put_rows(at, scale_maxima(maxima, factor))
+                put_rows(at + 4, totals)
+            sync_threads()
+            place = i64(load_b32(cu_splits + sequence * 4) + split - first_split)
+            place = (place * kv_heads + head) * (max_rows * group) + begin
+            for item in range(thread_x(), count * vectors, THREADS):
+                row = quotient(item, vectors)
+                column = (item - row * vectors) * 4
+                merged, greatest_of_row, total = merge_warps(base, row, column)
+                if num_splits == 1:
+                    token = quotient(begin + row, group)
+                    target = out + i64(first_row + token) * out_stride + column * 2
+                    target += i64(head * group + begin + row - token * group) * (2 * dim)
+                    store_output(target, merged, total)
+                else:
+                    store_f32x4(partials + ((place + row) * dim + column) * 4, merged)
+                    if column == 0:
+                        store_f32x2(sums + (place + row) * 8, (greatest_of_row, total))
+            sync_threads()
+            split += workers
+
+        if num_splits > 1:
+            fence_device()
+            sync_threads()
+            if thread_x() == 0:
+                finished = atomic_add_b32(counters + i64(block_x()) * 4, 1)
+                store_shared_b32(base, finished)
+            sync_threads()
+            if load_shared_b32(base) == workers - 1:
+                fence_device()
+                if thread_x() == 0:
+                    store_b32(counters + i64(block_x()) * 4, 0)
+                place = (i64(load_b32(cu_splits + sequence * 4)) * kv_heads + head) * (
+                    max_rows * group
+                ) + begin
+                step = i64(kv_heads) * max_rows * group
+                for row in range(warp, count, WARPS):
+                    token = quotient(begin + row, group)
+                    target = out + i64(first_row + token) * out_stride
+                    target += i64(head * group + begin + row - token * group) * (2 * dim)
+                    combine(partials, sums, place + row, step, num_splits, target)
+
+    scale_maxima = tile_scale_rows(tiles)
+    return attention_decode
