@@ -27,7 +27,14 @@ from atlas_kernels.ptx_async import (
     launch_dependents,
     wait_prerequisites,
 )
-from atlas_kernels.ptx_math import fast_exp2, fma, pack_bf16, quotient
+from atlas_kernels.ptx_math import (
+    fast_exp2,
+    fast_reciprocal,
+    fma,
+    pack_bf16,
+    quotient,
+    vector_scale,
+)
 from atlas_kernels.ptx_memory import (
     atomic_add_b32,
     dynamic_shared,
@@ -157,7 +164,7 @@ def fold(weight, part, total):
 @device
 def store_output(address, values, total):
     """Four columns divided by the row's sum, as bf16."""
-    share = f32(1) / total
+    share = fast_reciprocal(total)
     low = pack_bf16(values[0] * share, values[1] * share)
     store_b32x2(address, (low, pack_bf16(values[2] * share, values[3] * share)))
 
@@ -258,7 +265,7 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
     decay_of, scale_rows = tile_decay(tiles), tile_scale(dim, tiles)
     rows_fma, sum_lanes = tile_rows_fma(tiles), tile_sum_lanes(tiles)
     no_values, no_sums = tile_fill(rows * dim // 32, 0.0), tile_fill(2 * tiles, 0.0)
-    no_maxima = tile_fill(2 * tiles, MASKED)
+    no_maxima, scale_maxima = tile_fill(2 * tiles, MASKED), vector_scale(2 * tiles)
     store_values = tile_store(dim, tiles, result_pitch)
     load_rows, put_rows = row_words(tiles), store_rows(tiles)
     copied, queries_copied = copy_wait(2 * depth - 1), copy_wait(2 * depth)
@@ -335,12 +342,11 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
             store_shared_b32(at + 4, position)
 
         factor = f32(LOG2_E) if softcap > f32(0) else scale * f32(LOG2_E)
-        inner = scale / softcap if softcap > f32(0) else f32(0)
+        inner = scale * fast_reciprocal(softcap) if softcap > f32(0) else f32(0)
         buffers = base + warp * warp_bytes
         q_row = base + q_at + (lane & 15) * pitch + (lane >> 4) * 16
         k_row = (lane & 7) * pitch + (lane >> 4) * (8 * pitch) + (lane & 8) * 2
         v_row = (lane & 15) * pitch + (lane >> 4) * 16
-        first = last = load_rows(base + limits_at)  # their type; read below
         head_bytes = BLOCK_LEN * dim * 2
         table = tables + i64(sequence) * table_stride * 4
         split = first_split + block_y()
@@ -447,5 +453,4 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
                     target += i64(head * group + begin + row - token * group) * (2 * dim)
                     combine(partials, sums, place + row, step, num_splits, target)
 
-    scale_maxima = tile_scale_rows(tiles)
     return attention_decode

@@ -51,6 +51,14 @@ store_f32x2 = instruction("", "l f2", "st.global.v2.f32 [$0], {$1, $2};")
 store_f32x4 = instruction("", "l f4", "st.global.v4.f32 [$0], {$1, $2, $3, $4};")
 """Stores to one address: (address, value or tuple)."""
 
+load_l2_f32x2 = instruction("f2", "l", "ld.global.cg.v2.f32 {$0, $1}, [$2];")
+load_l2_f32x4 = instruction("f4", "l", "ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];")
+"""Past L1, which may hold a line from before another thread block wrote to it."""
+fence_device = instruction("", "", "fence.acq_rel.gpu;")
+"""Orders this thread's accesses before and after it for all threads of the device."""
+atomic_add_b32 = instruction("r", "l r", "atom.global.add.u32 $0, [$1], $2;")
+"""(address, value) → what was there before."""
+
 prefetch_l2 = instruction("", "l", "prefetch.global.L2 [$0];")
 """Ask for the cache line of an address; allowed before ``wait_prerequisites`` for constants."""
 

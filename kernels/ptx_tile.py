@@ -222,9 +222,9 @@ def tile_weights(keys: int, tiles: int) -> Any:
     result = types.Tuple((words, rows))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        minus = builder.fmul(args[2], ir.Constant(_FLOAT, -1.0))
         shifts = [
-            builder.fneg(builder.fmul(value, args[2]))
-            for value in _members(builder, args[1], 2 * tiles)
+            builder.fmul(value, minus) for value in _members(builder, args[1], 2 * tiles)
         ]
         sums: list[Any] = [None] * (2 * tiles)
         weights = []

@@ -22,7 +22,7 @@ def _register(name: str) -> Any:
 thread_x = _register("tid.x")
 block_x, block_y, block_z = _register("ctaid.x"), _register("ctaid.y"), _register("ctaid.z")
 num_threads_x = _register("ntid.x")
-num_blocks_x = _register("nctaid.x")
+num_blocks_x, num_blocks_y = _register("nctaid.x"), _register("nctaid.y")
 """Indices within the thread block and the grid, and their extents; kernels use blocks of (x, 1, 1).
 """
 lane_id = _register("laneid")

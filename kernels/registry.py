@@ -13,6 +13,7 @@ KINDS = ("ptr", "i32", "i64", "f32")
 MODULES = (
     "activation",
     "argmax",
+    "attention_decode",
     "cast",
     "embedding",
     "gemm_step",

@@ -14,6 +14,7 @@ import click
 
 from atlas import __version__
 from atlas.cli.bench import bench
+from atlas.cli.bundle import bundle
 from atlas.cli.chat import chat
 from atlas.cli.doctor import doctor
 from atlas.cli.generate import generate
@@ -35,7 +36,7 @@ def atlas(context: click.Context, /) -> None:
         click.echo(context.get_help())
 
 
-for _command in (generate, chat, info, bench, doctor):
+for _command in (generate, chat, info, bench, doctor, bundle):
     atlas.add_command(_command)
 
 

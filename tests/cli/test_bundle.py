@@ -1,0 +1,38 @@
+"""``atlas bundle``. What is in a bundle is tested with the C library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import atlas.bundle
+from atlas.cli import run
+
+
+def test_a_bundle_is_written_where_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[Path] = []
+
+    def write(folder: Path) -> Path:
+        written.append(folder)
+        return folder
+
+    monkeypatch.setattr(atlas.bundle, "bundle", write)
+    assert run(["bundle", "--out", str(tmp_path / "out")]) == 0
+    assert written == [tmp_path / "out"]
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out")
+
+
+def test_a_folder_with_something_in_it_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert run(["bundle", "--out", str(tmp_path)]) == 2
+    assert "no empty folder" in capsys.readouterr().err
+
+
+def test_a_place_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bundle"]) == 2
+    assert "--out" in capsys.readouterr().err
