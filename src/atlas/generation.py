@@ -57,6 +57,7 @@ class Generation:
         self.stop_reason: int | str | None = None
         self.error: AtlasError | None = None
         self.last_token = -1
+        self.last_token_s = 0.0  # when it came, of the process's clock; 0 = none came yet
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         self._end_ids = frozenset(ends)
         extra = {} if weights is None else {"weights": weights}

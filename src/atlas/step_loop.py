@@ -242,7 +242,10 @@ class StepLoop:
         now = time.perf_counter()
         for request, index, delta in deltas:
             request.first_token_s = request.first_token_s or now - request.submitted_s
-            request.last_token_s = now
+            generation = request.generations[index]
+            if generation.error is None:
+                self.recorder.token(request, generation, now)
+                generation.last_token_s = now
             request.report(index, delta)
 
     # -- rows ---------------------------------------------------------------------------------

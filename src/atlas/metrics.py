@@ -1,0 +1,250 @@
+"""What an engine has done and holds: counters, latency histograms, and their OpenMetrics text."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from atlas._native.prefix_cache import MissReason
+
+if TYPE_CHECKING:
+    from atlas.driver import Driver
+    from atlas.generation import Generation
+    from atlas.live_request import LiveRequest
+    from atlas.model.core import ModelCore
+    from atlas.request import FinishReason
+    from atlas.step_loop import StepLoop
+
+LATENCY_BOUNDS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
+)
+"""Upper bounds of every histogram's buckets, in seconds; one more bucket has none."""
+
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "error", "cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How many observations fell into each bucket.
+
+    Attributes
+    ----------
+    counts : tuple of int
+        One a bound of ``LATENCY_BOUNDS_S``, and one for what is longer; not cumulative.
+    total_s : float
+        Sum of all observations.
+    """
+
+    counts: tuple[int, ...]
+    total_s: float
+
+    @property
+    def num_observed(self) -> int:
+        """Observations in all."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """An engine at one moment. Counts are since it was made.
+
+    Attributes
+    ----------
+    waiting, running : int
+        Requests that wait for KV blocks (preempted ones too), and sequences that hold some.
+    kv_blocks_free, kv_blocks_cached, kv_blocks_used : int
+        Free; in the prefix cache (a sequence may use them too); held by sequences alone. They add
+        up to the pool.
+    spilled_bytes : int
+        KV of preempted sequences in host memory.
+    prefix_hits, prefix_misses : int, mapping of str to int
+        Prompts that found a prefix; and why a lookup did not find more, by reason.
+    steps, preemptions : int
+    prompt_tokens, cached_tokens, generated_tokens : int
+        Of prompts that are done, those of them that a prefix cache gave, and sampled ones.
+    finished : mapping of str to int
+        Samples by finish reason.
+    time_to_first_token_s, inter_token_s, request_s : Histogram
+        From submit to the first token; between two tokens of a sample; from submit to a
+        request's end.
+    """
+
+    waiting: int
+    running: int
+    kv_blocks_free: int
+    kv_blocks_cached: int
+    kv_blocks_used: int
+    spilled_bytes: int
+    prefix_hits: int
+    prefix_misses: Mapping[str, int]
+    steps: int
+    preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    finished: Mapping[str, int]
+    time_to_first_token_s: Histogram
+    inter_token_s: Histogram
+    request_s: Histogram
+
+
+class LatencyCounts:
+    """A histogram that grows."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
+        self._total_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one latency; a bound belongs to its own bucket."""
+        self._counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
+        self._total_s += seconds
+
+    def read(self) -> Histogram:
+        """As it stands."""
+        return Histogram(tuple(self._counts), self._total_s)
+
+
+class Recorder:
+    """Counts tokens and ends as they happen; safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self._first = LatencyCounts()
+        self._between = LatencyCounts()
+        self._whole = LatencyCounts()
+
+    def token(self, request: LiveRequest, generation: Generation, now: float) -> None:
+        """A sample has a new token at ``now`` (``perf_counter``)."""
+        with self._lock:
+            self._generated_tokens += 1
+            if generation.last_token_s:
+                self._between.observe(now - generation.last_token_s)
+            elif not (request.first_token_s or request.resumed):
+                self._first.observe(now - request.submitted_s)
+                self._prompt_tokens += len(request.prompt_ids)
+                self._cached_tokens += request.cached_tokens
+
+    def end(self, reason: FinishReason, request_s: float | None) -> None:
+        """A sample ended; with its request's seconds if it was the last one."""
+        with self._lock:
+            self._finished[reason] += 1
+            if request_s is not None:
+                self._whole.observe(request_s)
+
+    def read(self, core: ModelCore, driver: Driver, loop: StepLoop) -> Metrics:
+        """All of an engine's metrics now."""
+        cache = loop.cache
+        cached = 0 if cache is None else cache.num_blocks
+        free = core.blocks.num_free
+        misses = dict.fromkeys(MissReason, 0) if cache is None else cache.misses
+        with self._lock:
+            return Metrics(
+                waiting=loop.scheduler.num_waiting + driver.num_in_inbox,
+                running=loop.scheduler.num_running,
+                kv_blocks_free=free,
+                kv_blocks_cached=cached,
+                kv_blocks_used=core.blocks.num_total - free - cached,
+                spilled_bytes=loop.store.nbytes,
+                prefix_hits=0 if cache is None else cache.hits,
+                prefix_misses=MappingProxyType(
+                    {reason.name.lower(): misses[reason] for reason in MissReason if reason}
+                ),
+                steps=loop.num_steps,
+                preemptions=loop.scheduler.num_preemptions,
+                prompt_tokens=self._prompt_tokens,
+                cached_tokens=self._cached_tokens,
+                generated_tokens=self._generated_tokens,
+                finished=MappingProxyType(dict(self._finished)),
+                time_to_first_token_s=self._first.read(),
+                inter_token_s=self._between.read(),
+                request_s=self._whole.read(),
+            )
+
+
+# -- OpenMetrics ------------------------------------------------------------------------------
+
+OPENMETRICS_CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+
+def openmetrics(metrics: Metrics) -> str:
+    """Metrics in the OpenMetrics text format, version 1.0.
+
+    Source
+    ------
+    "OpenMetrics, a cloud-native, highly scalable metrics protocol", version 1.0.
+    """
+    blocks = {
+        "free": metrics.kv_blocks_free,
+        "cached": metrics.kv_blocks_cached,
+        "used": metrics.kv_blocks_used,
+    }
+    families = [
+        _gauge("requests_waiting", "Requests that wait for KV blocks.", metrics.waiting),
+        _gauge("requests_running", "Sequences that hold KV blocks.", metrics.running),
+        _family("kv_blocks", "gauge", "Blocks of the KV cache by state.", _by("state", blocks)),
+        _gauge("kv_spilled_bytes", "KV of preempted sequences.", metrics.spilled_bytes, "bytes"),
+        _counter("prefix_hits", "Prompts that found a cached prefix.", metrics.prefix_hits),
+        _family(
+            "prefix_misses",
+            "counter",
+            "Prefix lookups that did not find more, by reason.",
+            _by("reason", metrics.prefix_misses, "_total"),
+        ),
+        _counter("steps", "Steps of the engine.", metrics.steps),
+        _counter("preemptions", "Sequences that gave up their blocks.", metrics.preemptions),
+        _counter("prompt_tokens", "Tokens of prompts that are done.", metrics.prompt_tokens),
+        _counter("cached_tokens", "Prompt tokens from the prefix cache.", metrics.cached_tokens),
+        _counter("generated_tokens", "Tokens that were sampled.", metrics.generated_tokens),
+        _family(
+            "samples_finished",
+            "counter",
+            "Samples that ended, by reason.",
+            _by("reason", metrics.finished, "_total"),
+        ),
+        _latency("time_to_first_token", "From submit.", metrics.time_to_first_token_s),
+        _latency("inter_token", "Between two tokens of a sample.", metrics.inter_token_s),
+        _latency("request", "From submit to a request's end.", metrics.request_s),
+    ]
+    return "".join(families) + "# EOF\n"
+
+
+def _family(name: str, kind: str, about: str, samples: Mapping[str, float], unit: str = "") -> str:
+    """A metric family; ``samples`` by what follows its name."""
+    lines = [f"# TYPE atlas_{name} {kind}"]
+    if unit:
+        lines.append(f"# UNIT atlas_{name} {unit}")
+    lines.append(f"# HELP atlas_{name} {about}")
+    lines += [f"atlas_{name}{suffix} {value}" for suffix, value in samples.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _gauge(name: str, about: str, value: int, unit: str = "") -> str:
+    return _family(name, "gauge", about, {"": value}, unit)
+
+
+def _counter(name: str, about: str, value: int) -> str:
+    return _family(name, "counter", about, {"_total": value})
+
+
+def _by(label: str, values: Mapping[str, int], suffix: str = "") -> dict[str, int]:
+    return {f'{suffix}{{{label}="{key}"}}': value for key, value in values.items()}
+
+
+def _latency(name: str, about: str, histogram: Histogram) -> str:
+    bounds = [*(repr(bound) for bound in LATENCY_BOUNDS_S), "+Inf"]
+    samples: dict[str, float] = {
+        f'_bucket{{le="{bound}"}}': count
+        for bound, count in zip(bounds, accumulate(histogram.counts), strict=True)
+    }
+    samples |= {"_count": histogram.num_observed, "_sum": histogram.total_s}
+    return _family(f"{name}_seconds", "histogram", about, samples, "seconds")
