@@ -136,7 +136,8 @@ def link(code: bytes, arch: str, declared: Kernel) -> tuple[bytes, str]:
     """PTX or LTO-IR to a cubin, and the assembler's report."""
     from cuda.bindings import nvjitlink
 
-    options = [f"-arch={arch}", "-O3", "-verbose"] + ["-lto"] * declared.lto
+    # Of a result in nvJitLink's own cache the log would tell no spills.
+    options = [f"-arch={arch}", "-O3", "-verbose", "-no-cache"] + ["-lto"] * declared.lto
     kind = nvjitlink.InputType.LTOIR if declared.lto else nvjitlink.InputType.PTX
     linker = nvjitlink.create(len(options), options)
     try:

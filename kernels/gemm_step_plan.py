@@ -85,19 +85,75 @@ class StepTile:
         return -(-(n // 2 if self.gated else n) // self.box_rows) * self.k_splits
 
 
+@dataclass(frozen=True, slots=True)
+class MmaTile:
+    """A tile of ``gemm_step_mma``: 64 rows of W, or 32 in each of two ranges of K.
+
+    Attributes
+    ----------
+    rows, k_splits, gated
+        As in ``StepTile``.
+    """
+
+    rows: int
+    k_splits: int
+    gated: bool = False
+
+    threads = 128
+
+    @property
+    def columns(self) -> int:
+        """Rows of the weight matrix."""
+        return 64 // self.k_splits
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage of 64 k of every range: weights, then activations."""
+        return (64 + self.k_splits * self.rows) * 128
+
+    @property
+    def stages(self) -> int:
+        """As many as 96 KiB hold, which every GPU since sm_80 has; eight at most."""
+        return min(8, 98304 // self.stage_bytes)
+
+    @property
+    def pitch(self) -> int:
+        """Bytes between rows of the float32 tile, as in ``StepTile``."""
+        return (self.columns + 4) * 4
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory; the float32 tiles of all ranges take over the stages'."""
+        return max(self.stages * self.stage_bytes, self.k_splits * self.rows * self.pitch)
+
+    def grid(self, n: int) -> int:
+        """Thread blocks for a matrix of ``n`` rows."""
+        return -(-n // self.columns)
+
+
 # Found by timing, on an H200. narrow: one thread block an SM, and all its memory in flight.
 # medium: two ranges of K still fill the device twice. wide and gated: two or three an SM.
 TILES: dict[str, StepTile] = {
-    f"{form}_{rows}": StepTile(rows, columns, k_block, stages, k_splits, form == "gated")
+    f"{form}_{rows}": StepTile(
+        rows, columns, k_block, stages, k_splits, form == "gated", form == "narrow" and rows >= 64
+    )
     for form, k_splits, by_rows in (
-        ("narrow", 2, ((64, 128, 12), (64, 128, 11), (64, 128, 9), (64, 128, 7), (64, 64, 9))),
+        ("narrow", 2, ((64, 64, 16), (64, 128, 11), (64, 128, 9), (64, 128, 7), (64, 64, 9))),
         ("medium", 2, ((64, 128, 6), (64, 64, 11), (128, 64, 11), (128, 64, 9), (128, 64, 7))),
-        ("wide", 1, ((128, 64, 4), (64, 64, 7), (64, 128, 4), (128, 128, 4), (128, 64, 7))),
+        ("wide", 1, ((128, 64, 13), (64, 64, 7), (64, 128, 4), (128, 128, 4), (128, 64, 7))),
         ("gated", 1, ((64, 64, 8), (64, 64, 7), (64, 64, 6), (64, 64, 4), (192, 64, 5))),
     )
     for rows, (columns, k_block, stages) in zip(RUNGS, by_rows, strict=True)
 }
 """Tiles by variant: ``gemm_step_bf16_<variant>`` is the kernel of one."""
+
+MMA_TILES: dict[str, MmaTile] = {
+    f"{form}_{rows}": MmaTile(rows, k_splits, form == "gated")
+    for form, k_splits in (("narrow", 2), ("wide", 1), ("gated", 1))
+    for rows in RUNGS
+}
+"""Tiles of the ``mma.sync`` form: ``gemm_step_mma_bf16_<variant>``; medium matrices take narrow's.
+"""
 
 
 def form(n: int, *, gated: bool = False) -> str:

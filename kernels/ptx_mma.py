@@ -11,6 +11,7 @@ first:
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from atlas_kernels._cuda import f32, types
@@ -80,3 +81,41 @@ def _rows(context: Any, builder: Any, signature: Any, args: Any) -> Any:
 _FRAGMENT = types.UniTuple(f32, 4)
 mma_scale_rows = typed_intrinsic(_FRAGMENT(_FRAGMENT, f32, f32), _rows)
 """(c, s, z) → row g of a C fragment times s, row g + 8 times z."""
+
+
+@cache
+def mma_columns(n: int, element: str = "bf16") -> Any:
+    """(c, a, b) → c + a · b for n columns: n / 2 accumulators, n / 4 registers of B.
+
+    C's number 4 j + e is row g (+ 8 for e ≥ 2), column 8 j + 2 t + e % 2, as in ``wgmma``.
+    """
+    count = n // 2
+    a = ", ".join(f"${2 * count + i}" for i in range(4))
+    lines = []
+    for j in range(n // 8):
+        c = ", ".join(f"${4 * j + i}" for i in range(4))
+        first = 2 * count + 4 + 2 * j
+        lines.append(
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{element}.{element}.f32"
+            f" {{{c}}}, {{{a}}}, {{${first}, ${first + 1}}}, {{{c}}};"
+        )
+    words = f"r4 r{n // 4}"
+    return instruction(f"+f{count}", words, "\n".join(lines), ordered=False, collective=True)
+
+
+@cache
+def ldmatrix_columns(n: int, row_bytes: int) -> Any:
+    """(address) → B's registers for n columns of x in shared memory, ``row_bytes`` a column.
+
+    ``address`` is the lane's, of row ``lane % 8`` (+ 8 for lane ≥ 16, when n > 8) and of the 16
+    bytes of k 0 … 7, or 8 … 15 where ``lane & 8``; a swizzle of period 8 rows leaves the rest to
+    constant offsets.
+    """
+    if n == 8:
+        return ldmatrix_x2
+    lines = []
+    for i in range(n // 16):
+        registers = ", ".join(f"${4 * i + j}" for j in range(4))
+        offset = f"${n // 4} + {16 * row_bytes * i}"
+        lines.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{registers}}}, [{offset}];")
+    return instruction(f"r{n // 4}", "r", "\n".join(lines), collective=True)

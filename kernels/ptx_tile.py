@@ -335,3 +335,49 @@ def tile_store(dim: int, tiles: int, pitch: int) -> Any:
         return context.get_dummy_value()
 
     return typed_intrinsic(types.void(values, i32), codegen)
+
+
+@cache
+def tile_store_bf16(dim: int, tiles: int, pitch: int) -> Any:
+    """(values, address): rounded to bf16, to shared memory, rows ``pitch`` bytes apart.
+
+    ``address`` is the int32 address of (row lane / 4, column 2 (lane % 4)).
+    """
+    values = _floats(tiles * dim // 2)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        flat = _members(builder, args[0], tiles * dim // 2)
+        kind = ir.FunctionType(_VOID, [_INT, _INT])
+        for i in range(0, len(flat), 2):
+            tile, column = i // (dim // 2), i % (dim // 2) // 4 * 8
+            offset = (16 * tile + 8 * (i >> 1 & 1)) * pitch + 2 * column
+            text = f"st.shared.b32 [$0+{offset}], $1;"
+            assembly = ir.InlineAsm(kind, text, "r,r,~{memory}", side_effect=True)
+            builder.call(assembly, [args[1], _pack(builder, flat[i], flat[i + 1])])
+        return context.get_dummy_value()
+
+    return typed_intrinsic(types.void(values, i32), codegen)
+
+
+@cache
+def tile_reciprocal(tiles: int) -> Any:
+    """(sums) → 1 / sum for each row."""
+    rows = _floats(2 * tiles)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values = [_reciprocal(builder, value) for value in _members(builder, args[0], 2 * tiles)]
+        return context.make_tuple(builder, rows, values)
+
+    return typed_intrinsic(rows(rows), codegen)
+
+
+@cache
+def tile_positions(tiles: int) -> Any:
+    """(position) → those of the lane's rows, given its first: 8 apart."""
+    rows = _ints(2 * tiles)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values = [builder.add(args[0], ir.Constant(_INT, 8 * i)) for i in range(2 * tiles)]
+        return context.make_tuple(builder, rows, values)
+
+    return typed_intrinsic(rows(i32), codegen)

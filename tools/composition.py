@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "composition.md"
 TESTS = "tests/composition/test_composition.py"
 _ID = re.compile(r"::test_composition\[(?P<model>[^-]+)-(?P<features>.+)-(?P<sampling>[^-]+)\]$")
+_REFUSED_ID = re.compile(r"::test_refused\[(?P<features>.+)\]$")
 
 INTRODUCTION = """\
 # What may happen to a request without changing it
@@ -33,7 +34,9 @@ after the other, alone on the model. Each runs
 {samplings}. Every test also proves, from the plans that ran,
 that the features really happened, and that every block came back.
 
-Models (tiny, with random weights, on the CPU): {models}. An empty cell is not tested.
+Models (tiny, with random weights, on the CPU): {models}. "Refused" pairs raise
+InvalidArgumentError and leave the request as it was. An empty cell is not tested. Of two features
+that happen while the request runs, both orders are tested.
 """
 
 
@@ -49,15 +52,18 @@ def collect() -> list[str]:
 
 def render(ids: Iterable[str], meanings: dict[str, str]) -> str:
     """The page for these test ids; ``meanings`` says what each feature is."""
+    ids = list(ids)
     found = [match for match in map(_ID.search, ids) if match]
     models = list(dict.fromkeys(match["model"] for match in found))
     samplings = list(dict.fromkeys(match["sampling"] for match in found))
     cells: dict[tuple[str, str], list[str]] = {}
-    for match in found:
-        names = match["features"].split(" + ")
-        for key in ((names[0], names[-1]), (names[-1], names[0])):
-            if match["model"] not in cells.setdefault(key, []):
-                cells[key].append(match["model"])
+    texts = [(match["features"], match["model"]) for match in found]
+    texts += [(match["features"], "refused") for match in map(_REFUSED_ID.search, ids) if match]
+    for features, text in texts:
+        pair = features.split(" + ")
+        for key in ((pair[0], pair[-1]), (pair[-1], pair[0])):
+            if text not in cells.setdefault(key, []):
+                cells[key].append(text)
     names = list(meanings)
     lines = [
         INTRODUCTION.format(
@@ -67,8 +73,8 @@ def render(ids: Iterable[str], meanings: dict[str, str]) -> str:
         "| --- |" + " --- |" * len(names),
     ]
     for row in names:
-        texts = ("<br>".join(cells.get((row, column), ())) for column in names)
-        lines.append(f"| **{row}** | " + " | ".join(texts) + " |")
+        line = ("<br>".join(cells.get((row, column), ())) for column in names)
+        lines.append(f"| **{row}** | " + " | ".join(line) + " |")
     lines += ["", "| feature | what happens |", "| --- | --- |"]
     lines += [f"| {name} | {meaning} |" for name, meaning in meanings.items()]
     return "\n".join(lines) + "\n"

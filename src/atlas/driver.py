@@ -54,6 +54,7 @@ class Driver:
         self._events: deque[Event] = deque()
         self._owner: threading.Thread | None = None
         self._stopping = False
+        self._stops_at_exit = False
         self._pauses = 0
         self._stepping = False  # guarded by the step lock
         self.draining = False
@@ -95,7 +96,8 @@ class Driver:
                 raise QueueFullError(
                     f"{self.num_waiting} requests wait; allowed: max_waiting {self._max_waiting}"
                 )
-            request.sink = lambda event: self._hand_over(event, sink)
+            since = request.submitted_s  # a request that refers to itself would outlive its engine
+            request.sink = lambda event: self._hand_over(event, sink, since)
             self._live[request.request_id] = request
 
     def give_up(self, request: LiveRequest) -> None:
@@ -147,10 +149,29 @@ class Driver:
         with self._state:
             return sum(not live.first_token_s for live in self._live.values())
 
+    @property
+    def num_in_inbox(self) -> int:
+        """Requests that the next step takes in."""
+        return len(self._inbox)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether ``submit`` would take one more."""
+        full = self._max_waiting is not None and self.num_waiting >= self._max_waiting
+        return not (self.draining or full)
+
+    def load(self) -> tuple[int, float]:
+        """Requests that wait or run, and when the oldest came (0 without one)."""
+        with self._state:
+            return len(self._live), min((r.submitted_s for r in self._live.values()), default=0.0)
+
     def _publish(self, event: Event) -> None:
         self._events.append(event)
 
-    def _hand_over(self, event: Event, sink: Callable[[Event], None]) -> None:
+    def _hand_over(self, event: Event, sink: Callable[[Event], None], since: float) -> None:
+        if event.finish_reason is not None:
+            whole_s = time.perf_counter() - since if event.is_last else None
+            self._loop.recorder.end(event.finish_reason, whole_s)
         with self._state:
             if event.is_last:
                 self._live.pop(event.request_id, None)
@@ -287,6 +308,24 @@ class Driver:
             elif not self.has_unfinished or not self.advance():
                 return self.take_events()
 
+    def drain(self, timeout: float | None) -> bool:
+        """Refuse new requests and see to it that the others end; False when time ran out."""
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._state:
+            self.draining = True
+        while self.has_unfinished:
+            left = _POLL_S if end is None else min(_POLL_S, end - time.monotonic())
+            if left <= 0:
+                return False
+            if self.owned and threading.current_thread() is not self._owner:
+                with self._state:
+                    if self.has_unfinished:
+                        self._state.wait(left)
+                self._core.require_alive()
+            else:
+                self.advance()
+        return True
+
     # -- the owner thread ---------------------------------------------------------------------
 
     @property
@@ -312,13 +351,15 @@ class Driver:
             self.failure = None
             self._owner = threading.Thread(target=self._own, name="atlas-owner", daemon=True)
             self._owner.start()
-        atexit.register(_stop_at_exit, weakref.ref(self))
+            if not self._stops_at_exit:
+                self._stops_at_exit = True
+                atexit.register(_stop_at_exit, weakref.ref(self))
 
     def stop(self) -> None:
         """End the owner thread after its present step; requests stay. Idempotent."""
         owner = self._owner
-        if owner is None:
-            return
+        if owner is None or not self._core.lifetime.in_own_process:
+            return  # a forked child has no such thread, and may find the lock held
         if threading.current_thread() is owner:
             raise WrongThreadError("the owner thread cannot stop itself")
         with self._state:
@@ -348,10 +389,14 @@ class Driver:
 
     def _fail_all(self, error: BaseException) -> None:
         """The owner thread cannot go on: nobody may wait for ever."""
-        with self._state:
-            live = list(self._live.values())
-        for request in live:
-            request.end_all(AtlasError(f"the owner thread ended: {error!r}"))
+        ended = AtlasError(f"the owner thread ended: {error!r}")
+        with self._step_lock:
+            with self._state:
+                live = list(self._live.values())
+                self._inbox.clear()
+                self._cancels.clear()
+            for request in live:
+                self._loop.cancel(request, ended)
 
     def close(self) -> None:
         """End the owner thread, every request and the model; idempotent."""

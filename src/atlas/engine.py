@@ -17,8 +17,11 @@ from atlas.display import LoadProgress
 from atlas.driver import Driver
 from atlas.errors import ClosedError, InvalidArgumentError, KvExhausted, StaleHandleError
 from atlas.event import Event
+from atlas.health import Health, check_health
 from atlas.intake import Intake, Messages, Prompt, is_single
 from atlas.live_request import LiveRequest
+from atlas.memory_limit import within_limit
+from atlas.metrics import Metrics, openmetrics
 from atlas.model.load import LoadOptions, load_model
 from atlas.model.memory import return_freed_memory
 from atlas.model.sequence import SequenceState
@@ -28,6 +31,7 @@ from atlas.scheduling import SchedulingOptions
 from atlas.session import PathLike, RestoredSequence, Row, Sessions
 from atlas.step_loop import StepLoop
 from atlas.tokenizer import Tokenizer, load_tokenizer
+from atlas.warmup import warm_up
 from atlas.weights.checkpoint import open_checkpoint
 from atlas.weights.locate import locate
 
@@ -54,6 +58,10 @@ class Engine:
         Positions of a sequence, prompt and output together (default: the model's, at most 8192).
     kv_tokens : int, optional
         Tokens the KV cache holds over all sequences (default: ``max_seq_len``).
+    memory_limit : int, optional
+        Bytes that weights, KV cache and buffers may take together. A KV cache whose
+        ``kv_tokens`` is not given shrinks to fit; what does not fit raises OutOfMemoryError
+        before anything is allocated.
     kv_dtype : {"auto", "float32", "float16"}
         ``auto``: float16 beside quantised weights, else float32.
     quantize : {"q8_0", "q4_0"}, optional
@@ -88,6 +96,7 @@ class Engine:
         quiet: bool | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         max_waiting: int | None = None,
+        memory_limit: int | None = None,
         **scheduling: Any,
     ) -> None:
         if not isinstance(model, str | os.PathLike):
@@ -112,6 +121,8 @@ class Engine:
             open_checkpoint(location) as checkpoint,
             LoadProgress(checkpoint, quiet, on_progress) as progress,
         ):
+            if memory_limit is not None:
+                options = within_limit(checkpoint, options, memory_limit)
             self.path = checkpoint.path
             self.format_name = checkpoint.format_name
             tokenizer = (
@@ -127,6 +138,7 @@ class Engine:
             core = self._loaded.core
             try:
                 weights = CompiledWeights(core.runtime.device.compiler)
+                self._weights = weights
                 self._intake = Intake(core, tokenizer, self.path, weights)
                 self._loop = StepLoop(core, schedule, weights)
                 self._driver = Driver(core, self._loop, max_waiting)
@@ -449,8 +461,10 @@ class Engine:
         events: asyncio.Queue[Event] = asyncio.Queue()
 
         def send(event: Event) -> None:
-            if not loop.is_closed():
+            try:
                 loop.call_soon_threadsafe(events.put_nowait, event)
+            except RuntimeError:  # the loop was closed: nobody reads on
+                self._driver.cancel(event.request_id)
 
         request = self._intake.request(
             ids, resolved, send, request_id=request_id, priority=priority, user=user
@@ -643,6 +657,71 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    # -- serving ------------------------------------------------------------------------------
+
+    def warmup(self) -> None:
+        """Prepare the common step shapes, so that the first request is as fast as later ones.
+
+        Records decode steps of up to 32 sequences and a full prompt chunk, and runs one, with a
+        sampler. It may be called at any time, between two steps, and counts in no metric.
+        """
+        self._require_open()
+        with self._driver.between_steps():
+            warm_up(
+                self._loaded.core,
+                self._loaded.model,
+                self._weights,
+                chunk_tokens=self.scheduling.chunk_tokens,
+                max_running=self.scheduling.max_running,
+            )
+
+    def ready(self) -> bool:
+        """Whether a request submitted now would be taken: open, not draining, queue not full."""
+        lifetime = self._loaded.core.lifetime
+        alive = lifetime.in_own_process and not lifetime.closed and self._driver.failure is None
+        return alive and self._driver.takes_requests
+
+    def health(self, stalled_after_s: float = 30.0) -> Health:
+        """Whether steps advance, seen from any thread, without waiting for one; never raises.
+
+        Parameters
+        ----------
+        stalled_after_s : float
+            With work and no step ended for longer, the state is ``stalled``.
+        """
+        if not stalled_after_s > 0:
+            raise InvalidArgumentError(
+                f"stalled_after_s is {stalled_after_s!r}; allowed: seconds above 0"
+            )
+        return check_health(self._loaded.core.lifetime, self._driver, self._loop, stalled_after_s)
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Refuse new requests from now on, and see to it that all others end.
+
+        Without an owner thread this takes the steps. It does not close the engine.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; None: as long as it takes.
+
+        Returns
+        -------
+        bool
+            False when time ran out; requests go on, and it may be called again.
+        """
+        self._require_open()
+        return self._driver.drain(timeout)
+
+    def metrics(self) -> Metrics:
+        """Counters, gauges and latency histograms at this moment."""
+        self._require_open()
+        return self._loop.recorder.read(self._loaded.core, self._driver, self._loop)
+
+    def openmetrics(self) -> str:
+        """:meth:`metrics` in the OpenMetrics text format (``metrics.OPENMETRICS_CONTENT_TYPE``)."""
+        return openmetrics(self.metrics())
 
     # -- description --------------------------------------------------------------------------
 

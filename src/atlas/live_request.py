@@ -41,7 +41,6 @@ class LiveRequest:
     cached_tokens: int = 0
     submitted_s: float = field(default_factory=time.perf_counter)
     first_token_s: float = 0.0
-    last_token_s: float = 0.0
     cancelled: bool = False
     num_ended: int = 0  # samples whose end was reported
     resumed: bool = False  # it began with output: a fork or a restored session

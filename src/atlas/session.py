@@ -137,7 +137,7 @@ class Sessions:
                 layout.fingerprint,
                 seq.seq_len,
                 seq.prompt_len,
-                0 if seq.matched_tokens else seq.prompt_len,
+                seq.num_exact,
                 seq.kv_valid_tokens,
             )
             parts = self._blocks(seq.block_table, seq.seq_len)
@@ -236,6 +236,8 @@ class Sessions:
                 raise
             seq.native.prompt_len = saved.header.prompt_len
             seq.native.kv_valid_tokens = saved.header.kv_valid_tokens
+            if saved.header.exact_len < saved.header.prompt_len:
+                seq.exact_len = saved.header.exact_len
         return RestoredSequence(seq, logits)
 
     # -- files --------------------------------------------------------------------------------

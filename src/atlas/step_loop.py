@@ -23,7 +23,9 @@ from atlas.errors import (
     NonFiniteLogitsError,
 )
 from atlas.generation import Generation
+from atlas.interrupts import interrupts_deferred
 from atlas.live_request import LiveRequest
+from atlas.metrics import Recorder
 from atlas.model.core import ModelCore
 from atlas.model.records import PADDED_BATCH_SIZES
 from atlas.request import Delta, TokenLogprob
@@ -42,6 +44,7 @@ class StepLoop:
             PrefixCache(core.blocks, core.pools.block_size) if options.prefix_cache else None
         )
         core.prefix_cache = self.cache
+        core.reuse_generated = options.reuse_generated
         self.scheduler = Scheduler(
             core.blocks,
             core.pools.block_size,
@@ -60,6 +63,9 @@ class StepLoop:
         self.store = HostStore(core.pools)
         self.num_steps = 0
         self.last_step_s = 0.0
+        self.last_step_end_s = 0.0  # of the process's clock
+        self.recorder = Recorder()
+        self._max_running = options.max_running
         self._weights = weights
         self._by_handle: dict[int, tuple[LiveRequest, int]] = {}
 
@@ -101,6 +107,7 @@ class StepLoop:
         request, index = self._by_handle.pop(handle)
         del request.handles[index]
         self.scheduler.finish(handle, reason)
+        self._forget_retired()
         self.store.forget(handle)  # what waits in host memory goes now, not at the next step
 
     @property
@@ -112,26 +119,42 @@ class StepLoop:
 
     def step(self) -> bool:
         """Plan, run and commit one step; False when there was nothing to do."""
-        plan = self.scheduler.plan(_now_us())
-        if plan is None:
-            return False
         started = time.perf_counter()
         try:
-            self.store.perform(plan)
+            plan = self.scheduler.plan(_now_us())
+            if plan is None:
+                return False
+            self._carry_out(plan)
+        finally:
+            if self.scheduler.num_outstanding:
+                self._give_up_step()
+            self._forget_retired()
+        self.num_steps += 1
+        self.last_step_end_s = time.perf_counter()
+        self.last_step_s = self.last_step_end_s - started
+        return True
+
+    def _carry_out(self, plan: Plan) -> None:
+        lost: dict[int, AtlasError] | None = None
+        try:
+            lost = self.store.perform(plan)
             if plan.num_seqs:
                 self.core.run_plan(plan)
             choices = self._choose_all(plan)
         except BaseException as error:
+            if lost is None:  # blocks were left half moved
+                why = AtlasError(f"interrupted while its blocks moved: {error!r}")
+                lost = dict.fromkeys(plan.actions["handle"].tolist(), why)
             self._abandon(plan, error)
             if not isinstance(error, AtlasError):
                 raise
         else:
-            self._settle(plan, choices)
-        for handle in self.scheduler.take_retired():
-            self.store.forget(handle)
-        self.num_steps += 1
-        self.last_step_s = time.perf_counter() - started
-        return True
+            with interrupts_deferred():
+                self._settle(plan, choices)
+        finally:
+            if not self.scheduler.num_outstanding:
+                for handle, reason in (lost or {}).items():
+                    self._lose(handle, reason)
 
     def _abandon(self, plan: Plan, error: BaseException) -> None:
         """Commit nothing of a step that failed. A kernel's fault ends the requests in it."""
@@ -140,9 +163,25 @@ class StepLoop:
         if isinstance(error, AtlasError):
             ends = np.full(plan.num_seqs, FinishReason.ERROR, np.int32)
         self.scheduler.commit(plan.step_id, nothing, nothing, ends, now_us=_now_us())
+        self._report_refused(plan)
         if isinstance(error, AtlasError):
             for handle in plan.entries["handle"].tolist():
                 self._end(handle, error)
+
+    def _give_up_step(self) -> None:
+        """An interrupt came between plan and commit, where no token may be taken back.
+
+        The step's requests end, and the scheduler can go on.
+        """
+        nothing = np.zeros(self._max_running, np.int32)
+        ends = np.full(self._max_running, FinishReason.ERROR, np.int32)
+        step_id = self.scheduler.next_step - 1
+        plan = self.scheduler.commit(step_id, nothing, nothing, ends, now_us=_now_us())
+        self._report_refused(plan)
+        for handle in plan.entries["handle"].tolist():
+            self._end(handle, AtlasError("interrupted while the step's tokens were kept"))
+        for handle in plan.actions["handle"].tolist():
+            self._lose(handle, AtlasError("interrupted while its blocks moved"))
 
     def _choose_all(self, plan: Plan) -> list[list[Choice]]:
         """Each entry's tokens, or the error that ends its request; nothing is kept yet.
@@ -187,8 +226,7 @@ class StepLoop:
 
     def _settle(self, plan: Plan, choices: list[list[Choice]]) -> None:
         """Keep the tokens, tell the scheduler, then tell the clients."""
-        for handle, _ in plan.refused:
-            self._end(handle, KvExhausted("the KV pool cannot hold this request beside the others"))
+        self._report_refused(plan)
         tokens = np.zeros(plan.num_seqs, np.int32)
         ends = np.zeros(plan.num_seqs, np.int32)
         deltas: list[tuple[LiveRequest, int, Delta]] = []
@@ -241,11 +279,11 @@ class StepLoop:
     def _deliver(self, deltas: list[tuple[LiveRequest, int, Delta]]) -> None:
         now = time.perf_counter()
         for request, index, delta in deltas:
-            request.first_token_s = request.first_token_s or now - request.submitted_s
             generation = request.generations[index]
             if generation.error is None:
                 self.recorder.token(request, generation, now)
                 generation.last_token_s = now
+            request.first_token_s = request.first_token_s or now - request.submitted_s
             request.report(index, delta)
 
     # -- rows ---------------------------------------------------------------------------------
@@ -301,6 +339,20 @@ class StepLoop:
             self.track(request, generation.index, fork)
 
     # -- ends ---------------------------------------------------------------------------------
+
+    def _report_refused(self, plan: Plan) -> None:
+        for handle, _ in plan.refused:
+            self._end(handle, KvExhausted("the KV pool cannot hold this request beside the others"))
+
+    def _lose(self, handle: int, error: AtlasError) -> None:
+        """End a request whose state is gone, wherever the scheduler has it."""
+        if handle in self._by_handle:
+            self.scheduler.finish(handle, FinishReason.ERROR)
+            self._end(handle, error)
+
+    def _forget_retired(self) -> None:
+        for handle in self.scheduler.take_retired():
+            self.store.forget(handle)
 
     def _end(self, handle: int, error: AtlasError) -> None:
         """A request whose sequence the scheduler gave up."""

@@ -223,6 +223,7 @@ def _json_libraries(raw: dict[str, Any], added: list[dict[str, Any]]) -> tuple[L
 def _load_library(raw: dict[str, Any]) -> Library:
     from tokenizers import Tokenizer as Library
 
+    _check_merges(raw["model"])
     with library_errors("tokenizer.json is damaged"):
         library = Library.from_str(json.dumps(raw))
         # A file's batch settings are none of ours, and a huge fixed length would exhaust memory.
@@ -242,6 +243,25 @@ def _without_first(pre_tokenizer: Any) -> Any:
     if changed.get("prepend_scheme") == "first":
         changed["prepend_scheme"] = "never"
     return changed
+
+
+def _check_merges(model: dict[str, Any]) -> None:
+    """Refuse merges that the library would cut in the middle of a character, and then abort.
+
+    It drops as many bytes of a right part as the prefix has characters, whatever they are.
+    """
+    prefix = model.get("continuing_subword_prefix")
+    if not prefix:
+        return
+    if not prefix.isascii():
+        raise TokenizerError(f"continuing_subword_prefix is {prefix!r}; allowed: ASCII")
+    for merge in model.get("merges") or ():
+        _, right = _merge_parts(merge)
+        if not right.startswith(prefix):
+            raise TokenizerError(
+                f"merge {merge!r} goes on with {right!r}; "
+                f"allowed: what begins with continuing_subword_prefix {prefix!r}"
+            )
 
 
 def _merge_parts(merge: Any) -> list[str]:

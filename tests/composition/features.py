@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from atlas import SamplingParams
 from atlas._native.plan import ActionKind, EntryKind
-from tests.composition.harness import BLOCK_SIZE, PROMPT, Run
+from tests.composition.harness import BLOCK_SIZE, MAX_TOKENS, PROMPT, Run
 
 
 class Feature:
@@ -13,6 +13,7 @@ class Feature:
     name = "plain"
     meaning = "alone, one prefill, then token by token"
     chunk_tokens = 128
+    one_sample = False  # refused where n > 1
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """The target's parameters."""
@@ -120,9 +121,9 @@ class Batched(Feature):
             assert run.shared_steps(name) > 5
 
 
-class Forked(Feature):
-    name = "forked"
-    meaning = "n = 3 samples share the prompt's blocks"
+class Sampled(Feature):
+    name = "n = 3"
+    meaning = "three samples share the prompt's blocks"
 
     def params(self, params: SamplingParams) -> SamplingParams:
         return params.replace(n=3)
@@ -133,6 +134,56 @@ class Forked(Feature):
             sum(name == run.target for name, _, _ in step.entries) for step in run.recorder.steps
         ]
         assert max(together) == 3
+
+
+class Forked(Feature):
+    name = "forked"
+    meaning = "`engine.fork` while it runs; the fork has the same seed and must agree as well"
+    one_sample = True
+    twin = "twin"
+
+    def during(self, run: Run) -> None:
+        run.when_running(lambda: run.engine.fork(run.target, new_id=self.twin))
+
+    def prove(self, run: Run) -> None:
+        assert run.ended[self.twin].token_ids == run.ended[run.target].token_ids
+        assert run.ended[self.twin].logprobs == run.ended[run.target].logprobs
+        assert run.shared_steps(self.twin) > 0
+
+
+class Rewound(Feature):
+    name = "rewound"
+    meaning = "`engine.rewind` to its first token while it runs"
+    one_sample = True
+
+    def during(self, run: Run) -> None:
+        run.until(lambda: run.num_tokens(run.target) > 3)
+        position = len(PROMPT) + 1
+        standing = run.when_running(lambda: run.engine.rewind(run.target, position))
+        assert len(standing.token_ids) == 1
+
+    def prove(self, run: Run) -> None:
+        assert run.num_tokens(run.target) > MAX_TOKENS
+
+
+class Saved(Feature):
+    name = "saved and restored"
+    meaning = "to a file, then cancelled, its blocks overwritten, and read back"
+    one_sample = True
+
+    def during(self, run: Run) -> None:
+        path = run.folder / "session"
+        run.when_running(lambda: run.engine.save(run.target, path))
+        assert run.engine.cancel(run.target)
+        run.until(lambda: run.target in run.ended)
+        assert run.ended.pop(run.target).finish_reason == "cancelled"
+        with run.all_free_blocks() as blocks:
+            run.spoil(blocks)
+        run.engine.restore(path, request_id=run.target, priority=1)
+        run.step()
+
+    def prove(self, run: Run) -> None:
+        assert run.preemptions(ActionKind.RESTORE) > run.preemptions(ActionKind.SPILL)
 
 
 class CancelledNeighbours(Feature):
@@ -162,6 +213,14 @@ FEATURES: tuple[Feature, ...] = (
     Spilled(),
     Requeued(),
     Batched(),
+    Sampled(),
     Forked(),
+    Rewound(),
+    Saved(),
     CancelledNeighbours(),
 )
+
+
+def happens_during(feature: Feature) -> bool:
+    """Whether it makes a difference what it follows."""
+    return type(feature).during is not Feature.during

@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from atlas import Engine, SamplingParams
 from atlas._native.plan import ActionKind, EntryKind, Plan
+from atlas.errors import AtlasError, SequenceStateError
 from atlas.event import Event
 from atlas.request import Completion, Sample
 
+T = TypeVar("T")
 BLOCK_SIZE = 16
 PROMPT = [3 + (37 * i + i * i) % 190 for i in range(75)]
 MAX_TOKENS = 36
@@ -79,14 +81,18 @@ class Recorder:
     def __exit__(self, *exception: object) -> None:
         self._loop.store.perform = self._perform  # type: ignore[method-assign]
 
-    def _note(self, plan: Plan) -> None:
+    def num_rows(self, kind: EntryKind) -> int:
+        """Tokens that ran as prompt tokens or as step tokens."""
+        return sum(rows for step in self.steps for _, own, rows in step.entries if own == kind)
+
+    def _note(self, plan: Plan) -> dict[int, AtlasError]:
         entries = [
             (self._name(entry["handle"]), EntryKind(int(entry["kind"])), int(entry["rows"]))
             for entry in plan.entries
         ]
         actions = [(self._name(a["handle"]), ActionKind(int(a["kind"]))) for a in plan.actions]
         self.steps.append(Step(entries, actions))
-        self._perform(plan)
+        return self._perform(plan)
 
     def _name(self, handle: Any) -> str:
         request, _ = self._loop._by_handle.get(int(handle), (None, 0))
@@ -134,6 +140,15 @@ class Run:
             assert self.engine.has_unfinished(), "the engine is idle before its time"
             self.step()
         raise AssertionError(f"not done after {_STEPS} steps")
+
+    def when_running(self, call: Callable[[], T]) -> T:
+        """``call()`` as soon as the target is past its prompt, running and not behind."""
+        for _ in range(_STEPS):
+            try:
+                return call()
+            except SequenceStateError:
+                self.step()
+        raise AssertionError(f"not running after {_STEPS} steps")
 
     def preemptions(self, kind: ActionKind) -> int:
         """How often a sample of the target was preempted this way."""

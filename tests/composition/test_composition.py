@@ -10,13 +10,23 @@ from pathlib import Path
 
 import pytest
 
+from atlas import Engine
+from atlas.errors import InvalidArgumentError
 from atlas.request import Sample
 from tests.composition.conftest import MODELS, MakeEngine
-from tests.composition.features import FEATURES, Feature
+from tests.composition.features import FEATURES, Feature, Sampled, happens_during
 from tests.composition.harness import PARAMS, PROMPT, Recorder, Run, assert_balanced, plain
 
 ALONE = [(feature,) for feature in FEATURES]
-PAIRS = list(combinations(FEATURES, 2))
+ALL_PAIRS = list(combinations(FEATURES, 2))
+REFUSED = [
+    (first, second)
+    for first, second in ALL_PAIRS
+    if isinstance(first, Sampled) and second.one_sample
+]
+PAIRS = [pair for pair in ALL_PAIRS if pair not in REFUSED]
+# Of two that happen while it runs, the other one first as well.
+REVERSED = [(b, a) for a, b in PAIRS if happens_during(a) and happens_during(b)]
 _WRITTEN = 3  # tokens of the target when things start to happen
 
 _EXPECTED: dict[tuple[str, str, int], Sample] = {}
@@ -27,24 +37,32 @@ def name_of(features: tuple[Feature, ...]) -> str:
     return " + ".join(feature.name for feature in features)
 
 
+def begin(
+    engine: Engine, recorder: Recorder, features: tuple[Feature, ...], kind: str, folder: Path
+) -> Run:
+    """A run in an engine with a cold cache, up to where things start to happen."""
+    assert engine._loop.cache is not None
+    engine._loop.cache.clear()
+    params = PARAMS[kind]
+    for feature in features:
+        params = feature.params(params)
+    run = Run(engine, recorder, params, folder)
+    for feature in features:
+        feature.before(run)
+    engine.submit(PROMPT, params, request_id=run.target, priority=1)
+    run.until(lambda: run.num_tokens(run.target) >= _WRITTEN)
+    return run
+
+
 @pytest.mark.parametrize("kind", PARAMS)
-@pytest.mark.parametrize("features", [*ALONE, *PAIRS], ids=name_of)
+@pytest.mark.parametrize("features", [*ALONE, *PAIRS, *REVERSED], ids=name_of)
 @pytest.mark.parametrize("model", MODELS)
 def test_composition(
     make_engine: MakeEngine, model: str, features: tuple[Feature, ...], kind: str, tmp_path: Path
 ) -> None:
     engine = make_engine(model, min(feature.chunk_tokens for feature in features))
-    if engine._loop.cache is not None:
-        engine._loop.cache.clear()
-    params = PARAMS[kind]
-    for feature in features:
-        params = feature.params(params)
     with Recorder(engine) as recorder:
-        run = Run(engine, recorder, params, tmp_path)
-        for feature in features:
-            feature.before(run)
-        engine.submit(PROMPT, params, request_id=run.target, priority=1)
-        run.until(lambda: run.num_tokens(run.target) >= _WRITTEN)
+        run = begin(engine, recorder, features, kind, tmp_path)
         for feature in features:
             feature.during(run)
         run.until(lambda: not engine.has_unfinished())
@@ -57,3 +75,17 @@ def test_composition(
             _EXPECTED[key] = plain(make_engine(model, 128), PARAMS[kind], sample.index)
         assert sample.token_ids == _EXPECTED[key].token_ids
         assert sample.logprobs == _EXPECTED[key].logprobs
+
+
+@pytest.mark.parametrize("features", REFUSED, ids=name_of)
+def test_refused(make_engine: MakeEngine, features: tuple[Feature, ...], tmp_path: Path) -> None:
+    """What a request of several samples cannot do is refused, and harms it not at all."""
+    engine = make_engine("float32", 128)
+    with Recorder(engine) as recorder:
+        run = begin(engine, recorder, features, "greedy", tmp_path)
+        with pytest.raises(InvalidArgumentError, match="n 3"):
+            features[1].during(run)
+        run.until(lambda: not engine.has_unfinished())
+    expected = plain(engine, PARAMS["greedy"], 0).token_ids
+    assert [sample.token_ids for sample in run.ended[run.target].samples] == [expected] * 3
+    assert_balanced(engine)

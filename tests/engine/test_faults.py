@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +27,8 @@ from atlas.errors import (
     OutOfMemoryError,
 )
 from atlas.event import Event
+from atlas.generation import Generation
+from atlas.live_request import LiveRequest
 from tests.composition.harness import Recorder, assert_balanced
 from tests.engine.folders import VOCAB_SIZE, script_environment, weights, write_model
 
@@ -36,7 +40,9 @@ _NAN = 201  # an id that no prompt uses
 
 @pytest.fixture(scope="module")
 def module_engine(folder: Path) -> Iterator[Engine]:
-    with Engine(folder, threads=1, quiet=True, max_running=4, kv_tokens=640) as engine:
+    with Engine(
+        folder, threads=1, quiet=True, max_running=4, kv_tokens=400, max_seq_len=400
+    ) as engine:
         yield engine
 
 
@@ -89,14 +95,15 @@ def kernels_fail(engine: Engine, at: set[int]) -> Iterator[None]:
 # -- kernels --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [{0}, {3}, {0, 1}, {5, 9, 17}])
+@pytest.mark.parametrize("at", [{0}, {3}, {0, 1}, {5, 9, 13}])
 def test_a_kernel_error_ends_the_requests_of_its_step(engine: Engine, at: set[int]) -> None:
     expected = {name: engine.generate(ids, PARAMS).token_ids for name, ids in PROMPTS.items()}
     with Recorder(engine) as recorder, kernels_fail(engine, at):
         for name, ids in PROMPTS.items():
             engine.submit(ids, PARAMS, request_id=name)
         events = drain(engine)
-    hit = {name for step in at for name, _, _ in recorder.steps[step].entries}
+    steps = [step for step in recorder.steps if step.entries]
+    hit = {name for number in at if number < len(steps) for name, _, _ in steps[number].entries}
     assert hit
     for name, mine in events.items():
         last = mine[-1]
@@ -275,6 +282,71 @@ def test_an_owner_thread_that_dies_tells_everybody(engine: Engine) -> None:
     assert len(engine.generate(PROMPTS["a"], PARAMS).token_ids) == 12
 
 
+def test_an_interrupt_waits_until_tokens_are_kept_and_sent(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {name: engine.generate(ids, PARAMS).token_ids for name, ids in PROMPTS.items()}
+    for name, ids in PROMPTS.items():
+        engine.submit(ids, PARAMS.replace(n=2), request_id=name)
+    pushed: list[Generation] = []
+    sent: list[LiveRequest] = []
+    push, report = Generation.push, LiveRequest.report
+
+    def interrupted_push(self: Generation, sampled: Any) -> Any:
+        pushed.append(self)
+        if len(pushed) in (3, 20):
+            os.kill(os.getpid(), signal.SIGINT)
+        return push(self, sampled)
+
+    def interrupted_report(self: LiveRequest, index: int, delta: Any) -> None:
+        if len(pushed) > 25 and not sent:
+            sent.append(self)
+            os.kill(os.getpid(), signal.SIGINT)
+        report(self, index, delta)
+
+    monkeypatch.setattr(Generation, "push", interrupted_push)
+    monkeypatch.setattr(LiveRequest, "report", interrupted_report)
+    interrupts = 0
+    events: list[Event] = []
+    for _ in range(_STEPS):
+        try:
+            events += engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+        if not engine.has_unfinished():
+            break
+    events += engine.step()
+    assert interrupts == 3
+    for name in PROMPTS:
+        mine = [event for event in events if event.request_id == name]
+        assert ids_of(mine) == expected[name]
+        assert len(ids_of(mine, 1)) == 12
+        assert sum(event.is_last for event in mine) == 1
+
+
+def test_an_error_while_tokens_are_kept_ends_the_step_not_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, ids in PROMPTS.items():
+        engine.submit(ids, PARAMS, request_id=name)
+    push = Generation.push
+
+    def broken(self: Generation, sampled: Any) -> Any:
+        if self.num_tokens == 3:
+            raise RuntimeError("a bug")
+        return push(self, sampled)
+
+    monkeypatch.setattr(Generation, "push", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        drain(engine)
+    monkeypatch.undo()
+    events = drain(engine)
+    assert events.keys() == PROMPTS.keys()
+    ends = [mine[-1].finish_reason for mine in events.values()]
+    assert ends.count("error") == 4  # those that ran beside it
+    assert ends.count("length") == 2
+
+
 # -- numbers --------------------------------------------------------------------------------------
 
 
@@ -314,7 +386,8 @@ for i in range(3 if how == "event loop" else 200):
     engine.submit([3 + i % 190] * 20, long.replace(n=4))
 if how == "daemon threads":
     for _ in range(4):
-        threading.Thread(target=lambda: engine.generate([5, 6], long.replace(n=64)), daemon=True).start()
+        work = lambda: engine.generate([5, 6], long.replace(n=64))
+        threading.Thread(target=work, daemon=True).start()
     time.sleep(0.05)
 if how == "event loop":
     async def program():
@@ -329,7 +402,7 @@ if how == "paused":
     pause.__enter__()
 if how == "unowned":
     engine.step()
-print("leaving")
+print("leaving", time.time())
 """
 
 
@@ -337,7 +410,6 @@ print("leaving")
     "how", ["owned", "unowned", "daemon threads", "event loop", "exception", "paused"]
 )
 def test_the_interpreter_may_exit_with_work_in_flight(folder: Path, how: str) -> None:
-    started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", _EXIT, str(folder), how],
         env=script_environment(),
@@ -347,8 +419,10 @@ def test_the_interpreter_may_exit_with_work_in_flight(folder: Path, how: str) ->
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == ("" if how == "exception" else "leaving\n")
-    assert time.monotonic() - started < 20
+    if how != "exception":
+        word, left_at = done.stdout.split()
+        assert word == "leaving"
+        assert time.time() - float(left_at) < 10
 
 
 _FORK_WHILE_OWNED = """
@@ -425,9 +499,7 @@ def test_fork_while_the_owner_thread_runs(folder: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["spill", "requeue"])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_sequence_of_faults(
-    folder: Path, mode: Literal["spill", "requeue"], seed: int
-) -> None:
+def test_any_sequence_of_faults(folder: Path, mode: Literal["spill", "requeue"], seed: int) -> None:
     """Random requests, cancels, kernel errors and raising callbacks in a tiny pool."""
     rng = random.Random(seed)
     with Engine(

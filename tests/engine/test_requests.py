@@ -275,17 +275,13 @@ def test_what_can_never_run_is_refused_with_the_numbers(folder: Path) -> None:
 def test_a_closed_engine_refuses_and_its_requests_end(folder: Path) -> None:
     engine = Engine(folder, threads=1, quiet=True)
     engine.start()
-    ended: list[BaseException | None] = []
     many = PARAMS.replace(max_tokens=None, n=1024)
-    thread = threading.Thread(
-        target=lambda: ended.append(pytest.raises(ClosedError, engine.generate, PROMPT, many).value)
-    )
-    thread.start()
-    while not engine.has_unfinished():
-        time.sleep(0.001)
-    engine.close()
-    thread.join(_PATIENCE_S)
-    assert len(ended) == 1
+    with ThreadPoolExecutor(1) as executor:
+        running = executor.submit(engine.generate, PROMPT, many)
+        while not engine.has_unfinished():
+            time.sleep(0.001)
+        engine.close()
+        assert isinstance(running.exception(_PATIENCE_S), ClosedError)
     for call in (
         lambda: engine.submit(PROMPT, PARAMS),
         lambda: engine.cancel("x"),
@@ -461,6 +457,13 @@ def test_leaving_agenerate_cancels_within_a_chunk(folder: Path) -> None:
         assert_balanced(engine)
 
 
+def wait_until_idle(engine: Engine) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while engine.has_unfinished():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_an_event_loop_that_ends_early_harms_nobody(engine: Engine) -> None:
     async def program() -> Any:
         stream = engine.agenerate(PROMPT, PARAMS.replace(max_tokens=300, n=3))
@@ -469,8 +472,17 @@ def test_an_event_loop_that_ends_early_harms_nobody(engine: Engine) -> None:
     for _ in range(5):
         assert isinstance(asyncio.run(program()), Event)
     assert len(engine.generate(PROMPT, PARAMS).token_ids) == 8
-    deadline = time.monotonic() + _PATIENCE_S
-    while engine.has_unfinished():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until_idle(engine)
     assert engine._driver.owned
+
+
+def test_an_event_loop_closed_under_a_generator(engine: Engine) -> None:
+    loop = asyncio.new_event_loop()
+    stream = engine.agenerate(PROMPT, PARAMS.replace(max_tokens=500, n=30), request_id="left")
+    assert isinstance(loop.run_until_complete(anext(stream)), Event)
+    with engine.paused():  # the loop closes while much is still to be sent
+        loop.close()
+    wait_until_idle(engine)
+    assert engine._driver.failure is None
+    assert engine._driver.owned
+    assert len(engine.generate(PROMPT, PARAMS).token_ids) == 8

@@ -123,6 +123,26 @@ def test_restored_requests_share_a_small_pool(
         assert num_taken(engine) == 0
 
 
+@pytest.mark.parametrize("preemption", ["spill", "requeue"])
+def test_a_session_that_stands_on_generated_blocks(
+    folder: Path, tmp_path: Path, preemption: str
+) -> None:
+    """Its file says how much of the prompt owes nothing to generated tokens."""
+    with Engine(folder, threads=1, kv_tokens=256, quiet=True, preemption=preemption) as engine:
+        turn = [*PROMPT, *engine.generate(PROMPT, GREEDY).token_ids, 9, 8]
+        plain = engine.generate(turn, SAMPLED)
+        name = engine.submit(turn, SAMPLED)
+        advance(engine, 4)
+        engine.save(name, tmp_path / "session")
+        header = engine._sessions._read(tmp_path / "session").header
+        assert header.prompt_len == len(turn)
+        assert header.exact_len < header.prompt_len
+        names = [name, *(engine.restore(tmp_path / "session") for _ in range(4))]
+        done = run_out(engine)
+        assert [done[name].samples for name in names] == [plain.samples] * 5
+        assert num_taken(engine) == 0
+
+
 def test_a_cancelled_restore_leaves_nothing(engine: Engine, tmp_path: Path) -> None:
     name = engine.submit(PROMPT, GREEDY)
     advance(engine, 5)

@@ -86,7 +86,8 @@ def machine_bench(ptx_of: Callable[[str], str]) -> Bench:
     memory, table = Memory(), load_table()
 
     def run(name: str, grid: tuple[int, int], args: list[Any]) -> None:
-        launch(ptx_of(name), grid, table[name].threads, args, memory)
+        shared = table[name].shared_bytes
+        launch(ptx_of(name), grid, table[name].threads, args, memory, shared_bytes=shared)
 
     return Bench(memory, run)
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.kernels.ptx_tensor import Copies16, ldmatrix, mma, warps_of
+
 WARP = 32
 _BASE = 1 << 20
 _GUARD = 256  # bytes between allocations
@@ -30,6 +32,8 @@ class Memory:
     data: Array = field(default_factory=lambda: np.full(1 << 22, 0xFF, np.uint8))
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
+    constants: set[int] = field(default_factory=set)
+    """Addresses of allocations that no kernel writes: they may be copied from at any time."""
 
     def put(self, values: Array, shift: int = 0) -> int:
         """Copy an array in; its address, ``shift`` bytes past a multiple of 256."""
@@ -46,6 +50,11 @@ class Memory:
         start = address - _BASE
         raw = self.data[start : start + like.nbytes].copy()
         return raw.view(like.dtype).reshape(like.shape)
+
+    def are_constant(self, addresses: Array) -> bool:
+        """Whether accesses lie in ``constants``."""
+        owner = np.searchsorted(self.starts, addresses.astype(np.int64) - _BASE, side="right") - 1
+        return {_BASE + self.starts[i] for i in np.unique(owner)} <= self.constants
 
     def indices(self, addresses: Array, size: int) -> Array:
         """[threads, size] positions in ``data`` of accesses, all of them checked."""
@@ -68,13 +77,15 @@ def launch(
     args: list[Any],
     memory: Memory,
     order: int = 0,
+    shared_bytes: int = 0,
 ) -> None:
     """Run a kernel over a grid; ``args`` are integers and np.float32.
 
+    ``shared_bytes`` is the dynamic shared memory.
     ``order`` 0 runs all warps of a block together. 1 and −1 run one warp as far as it goes before
     the next or the previous one, which a missing barrier does not survive.
     """
-    program = _Program(ptx, args)
+    program = _Program(ptx, args, shared_bytes)
     written = np.zeros(memory.data.size, bool)
     for y in range(grid[1]):
         for x in range(grid[0]):
@@ -82,7 +93,7 @@ def launch(
 
 
 class _Program:
-    def __init__(self, ptx: str, args: list[Any]) -> None:
+    def __init__(self, ptx: str, args: list[Any], shared_bytes: int) -> None:
         text = re.sub(r"//[^\n]*", "", ptx)
         head, body = text.split(".entry", 1)[1].split("\n{", 1)
         names = re.findall(r"\.param \.\w+ (\w+)", head)
@@ -91,6 +102,9 @@ class _Program:
         self.parameters = {name: int(value) for name, value in zip(names, bits, strict=True)}
         self.shared: dict[str, int] = {}
         self.shared_bytes = 0
+        if dynamic := re.search(r"\.extern \.shared \.align \d+ \.b8 (\w+)\[\]", text):
+            self.shared[dynamic[1]] = 0
+            self.shared_bytes = shared_bytes
         self.labels: dict[str, int] = {}
         self.code: list[tuple[str, bool, str, list[str]]] = []
         for statement in re.split(";", re.sub(r"(\$L\w+):", r"\1:;", body)):
@@ -134,7 +148,9 @@ class _Block:
             "%ctaid.x": full(lanes, block[0]),
             "%ctaid.y": full(lanes, block[1]),
             "%nctaid.x": full(lanes, grid[0]),
+            "%nctaid.y": full(lanes, grid[1]),
         }
+        self.copies = Copies16(threads // WARP)
         self.waited = False
         self.waiting = np.zeros(threads, bool)
 
@@ -170,14 +186,20 @@ class _Block:
             self._wait(active, end)
         elif name in ("ld", "st"):
             self._access(parts, operands, active)
+        elif name in ("mma", "ldmatrix"):
+            self._tensor(name, parts, operands, active)
+        elif name == "cp":
+            self._copy(opcode, operands, active)
+        elif name == "atom":
+            self._atomic_add(operands, active)
         elif name == "shfl":
-            whole = active.reshape(-1, WARP)
-            assert (whole.all(axis=1) | ~whole.any(axis=1)).all(), "a shuffle without its warp"
-            lane = np.arange(active.size) ^ self._read(operands[2]).astype(np.int64)
+            warps_of(active)
+            lane, own = self._read(operands[2]).astype(np.int64), np.arange(active.size)
+            lane = own ^ lane if parts[2] == "bfly" else own // WARP * WARP + lane % WARP
             self._write(operands[0], self._read(operands[1])[lane], active)
         elif name == "mov":
             self._move(parts, operands, active)
-        elif opcode not in ("griddepcontrol.launch_dependents", "bar.warp.sync"):
+        elif name != "fence" and opcode not in ("griddepcontrol.launch_dependents", "bar.warp.sync"):
             sources = [self._read(operand) for operand in operands[1:]]
             self._write(operands[0], _compute(parts, sources), active)
 
@@ -231,7 +253,7 @@ class _Block:
             value = np.full(self.pc.size, self.program.parameters[inside[1]], np.uint64)
             self._write(names[0], _sign(value, size) if kind[0] == "s" else value, active)
             return
-        addresses = self._read(inside[1])[active]
+        addresses = self._address(inside[1])[active]
         if space == "global":
             data, at = self.memory.data, self.memory.indices(addresses, size * len(names))
             constant = "nc" in parts
@@ -255,6 +277,57 @@ class _Block:
             else:
                 raw = self._read(name)[active].copy().view(np.uint8).reshape(-1, 8)
                 data[piece] = raw[:, :size]
+
+
+    def _address(self, text: str) -> Array:
+        """Of an operand, a register with an offset perhaps."""
+        register, _, offset = text.strip("[]").partition("+")
+        return self._read(register) + np.uint64(int(offset or 0))
+
+    def _tensor(self, name: str, parts: list[str], operands: list[str], active: Array) -> None:
+        targets, sources = _names(operands[0]), [_names(operand) for operand in operands[1:]]
+        results = [np.zeros(self.pc.size, np.uint64) for _ in targets]
+        for warp in warps_of(active):
+            at = slice(warp * WARP, (warp + 1) * WARP)
+            if name == "ldmatrix":
+                addresses = self._address(operands[1])[at]
+                transposed = "trans" in parts
+                values = ldmatrix(self.shared, addresses, len(targets), transposed=transposed)
+            else:
+                a, b, c = ([self._read(register)[at] for register in group] for group in sources)
+                sums = mma([_typed(value, "f32") for value in c], a, b)
+                values = [_raw(value, "f32") for value in sums]
+            for result, value in zip(results, values, strict=True):
+                result[at] = value
+        for register, result in zip(targets, results, strict=True):
+            self._write(register, result, active)
+
+    def _copy(self, opcode: str, operands: list[str], active: Array) -> None:
+        if opcode == "cp.async.commit_group":
+            self.copies.commit(active)
+        elif opcode == "cp.async.wait_group":
+            self.copies.wait(active, int(operands[0]), self.shared)
+        else:
+            assert int(operands[2]) == 16
+            sizes = self._read(operands[3])[active] if len(operands) > 3 else np.full(1, 16)
+            places = self._address(operands[0])[active].astype(np.int64)
+            data = np.zeros((places.size, 16), np.uint8)
+            full = np.broadcast_to(sizes == 16, places.shape)
+            addresses = self._address(operands[1])[active][full]
+            early = not self.waited and not self.memory.are_constant(addresses)
+            assert not early, "a copy before griddepcontrol.wait"
+            data[full] = self.memory.data[self.memory.indices(addresses, 16)]
+            self.copies.copy(active, places, data)
+
+    def _atomic_add(self, operands: list[str], active: Array) -> None:
+        old = np.zeros(self.pc.size, np.uint64)
+        for thread in np.flatnonzero(active):
+            at = self.memory.indices(self._address(operands[1])[[thread]], 4)[0]
+            word = self.memory.data[at].view(np.uint32)
+            old[thread] = word[0]
+            total = word + self._read(operands[2])[thread].astype(np.uint32)
+            self.memory.data[at] = total.view(np.uint8)
+        self._write(operands[0], old, active)
 
 
 def _names(braces: str) -> list[str]:
@@ -311,6 +384,7 @@ _COMPARE: dict[str, Callable[..., Array]] = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
+    "leu": lambda a, b: ~(a > b),
 }
 _BINARY: dict[str, Callable[..., Array]] = {
     "add": np.add,
@@ -355,6 +429,8 @@ def _compute(parts: list[str], sources: list[Array]) -> Array:
     if name == "mul" and parts[1] == "wide":
         wide = kind[0] + "64"
         return _raw(numbers[0].astype(np.int64) * numbers[1].astype(np.int64), wide)
+    if name == "mad":
+        return _raw(numbers[0] * numbers[1] + numbers[2], kind)
     if name == "fma":
         return _raw(_fused(*numbers, down=parts[1] == "rm"), kind)
     table = _UNARY if len(numbers) == 1 else _BINARY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.model import Model
+from atlas.model.load import LoadedModel
 from atlas.model.logits_view import LogitsView
 from atlas.model.sequence import SequenceState
 
@@ -53,3 +55,33 @@ def unchanged(model: Model, *seqs: SequenceState) -> Iterator[None]:
     before = [state(seq) for seq in seqs], model.lifecycle.num_free_blocks
     yield
     assert ([state(seq) for seq in seqs], model.lifecycle.num_free_blocks) == before
+
+
+def row_after(model: Model, tokens: Sequence[int]) -> bytes:
+    """The logits after ``tokens``, run by themselves without the prefix cache."""
+    seq = model.lifecycle.alloc_sequence()
+    view = model.forward.prefill(tokens, seq, logits="all")
+    assert view is not None
+    row = view.numpy()[-1].tobytes()
+    model.lifecycle.free_sequence(seq)
+    return row
+
+
+def bits(view: LogitsView | None) -> bytes:
+    """The bytes of a view's last row."""
+    assert view is not None
+    return view.numpy()[-1].tobytes()
+
+
+def assert_accounted(loaded: LoadedModel, seqs: Sequence[SequenceState]) -> None:
+    """Every reference on a block is a sequence's or the prefix cache's, and no block is lost."""
+    core = loaded.core
+    held = Counter(block for seq in seqs for block in seq.block_table.tolist())
+    cached = 0
+    for block in range(core.blocks.num_total):
+        extra = core.blocks.references(block) - held[block]
+        assert extra in (0, 1)
+        cached += extra
+    assert cached == (core.prefix_cache.num_blocks if core.prefix_cache is not None else 0)
+    used = sum(core.blocks.references(block) > 0 for block in range(core.blocks.num_total))
+    assert used + core.blocks.num_free == core.blocks.num_total

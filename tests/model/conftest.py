@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from numpy.typing import NDArray
 
+from atlas._native.prefix_cache import PrefixCache
 from atlas.model import Model
 from atlas.model.load import LoadedModel
 from tests.helpers import plain_decoder
@@ -27,6 +28,14 @@ def loaded() -> Iterator[LoadedModel]:
 def model(loaded: LoadedModel) -> Model:
     """The twelve groups of ``loaded``."""
     return loaded.model
+
+
+@pytest.fixture
+def cached(loaded: LoadedModel) -> LoadedModel:
+    """``loaded`` with a prefix cache, as an engine gives its model one."""
+    core = loaded.core
+    core.prefix_cache = PrefixCache(core.blocks, core.pools.block_size)
+    return loaded
 
 
 @pytest.fixture(scope="session")

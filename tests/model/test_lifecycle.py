@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import threading
 from collections.abc import Callable
@@ -159,6 +160,10 @@ def uses(model: Model, seq: SequenceState) -> list[Callable[[], object]]:
         lambda: model.verify.accept(seq, 1),
         lambda: model.lifecycle.reserve(seq, 300 // 2),
         lambda: model.lifecycle.rewind(seq, 0),
+        lambda: model.lifecycle.fork(seq),
+        lambda: model.lifecycle.cache_sequence(seq),
+        lambda: model.lifecycle.save_sequence_state(seq, io.BytesIO()),
+        lambda: model.lifecycle.restore_sequence_state(seq, 1, io.BytesIO()),
     ]
 
 
@@ -313,7 +318,7 @@ def test_a_forked_child_is_refused(model: Model) -> None:
                 refused += "parent process" in str(error)
         os._exit(refused)
     _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 9
+    assert os.waitstatus_to_exitcode(status) == 13
     np.testing.assert_array_equal(np.asarray(view), before)
     model.forward.decode(2, seq)
 
@@ -361,15 +366,32 @@ def test_teardown_ends_the_model_and_its_threads() -> None:
     model.lifecycle.teardown()
 
 
+@pytest.mark.contract("lifecycle.compact_sequence")
+def test_compact_sequence_needs_a_slot_of_the_pool(model: Model) -> None:
+    """Attention has no recurrent state: there is no slot to move to."""
+    seq = prefilled(model, PROMPT)
+    for new_slot in (-1, 0, 1):
+        with unchanged(model, seq), pytest.raises(InvalidArgumentError, match="recurrent slots"):
+            model.lifecycle.compact_sequence(seq, new_slot)
+    assert seq.slot is None
+
+
+@pytest.mark.contract("lifecycle.detach_slot_for_reuse")
+def test_detach_leaves_a_sequence_without_a_slot(model: Model) -> None:
+    seq = prefilled(model, PROMPT)
+    with unchanged(model, seq):
+        assert isinstance(
+            in_thread(lambda: model.lifecycle.detach_slot_for_reuse(seq)), WrongThreadError
+        )
+        for _ in range(2):
+            model.lifecycle.detach_slot_for_reuse(seq)
+            assert seq.slot is None
+    model.forward.decode(1, seq)
+    model.lifecycle.free_sequence(seq)
+    assert model.lifecycle.num_free_blocks == 20
+
+
 def test_capabilities_of_later_issues(model: Model) -> None:
-    lifecycle, seq = model.lifecycle, model.lifecycle.alloc_sequence()
-    assert lifecycle.swap_dims is None
-    for name, call in {
-        "fork": lambda: lifecycle.fork(seq),
-        "compact_sequence": lambda: lifecycle.compact_sequence(seq, 0),
-        "cache_sequence": lambda: lifecycle.cache_sequence(seq),
-        "reclaim_prefix_blocks": lambda: lifecycle.reclaim_prefix_blocks(1),
-        "poll_kv_calibration": lambda: lifecycle.poll_kv_calibration(),
-    }.items():
-        with pytest.raises(CapabilityError, match=rf"lifecycle\.{name}"):
-            call()
+    assert model.lifecycle.swap_dims is None
+    with pytest.raises(CapabilityError, match=r"lifecycle\.poll_kv_calibration"):
+        model.lifecycle.poll_kv_calibration()

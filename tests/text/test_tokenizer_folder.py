@@ -317,6 +317,17 @@ def test_damaged_tokenizer_json(
         Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize("prefix", ["1", "##", "é"])
+def test_merges_that_the_library_would_cut_inside_a_character(
+    tmp_path: Path, folder: Path, prefix: str
+) -> None:
+    raw = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    raw["model"]["continuing_subword_prefix"] = prefix
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")
+    with pytest.raises(TokenizerError, match="continuing_subword_prefix"):  # and no abort
+        Tokenizer.from_folder(tmp_path)
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"\xff\xfe", b'{"model":' * 2000, b"[" * 100000, b"9" * 10000]
 )

@@ -198,6 +198,68 @@ cdef class Sequence:
             raise InvalidArgumentError(f"new_len is {new_len}; allowed: 0 … {self.seq_len}")
         self.rewind_to(new_len)
 
+    def adopt(self, const int32_t[::1] tokens not None, const uint32_t[::1] blocks not None):
+        """Make an empty sequence stand after prompt ``tokens``, whose K/V fills ``blocks``.
+
+        Takes over one reference per block.
+        """
+        cdef int64_t i
+        self.check()
+        if tokens.shape[0] != blocks.shape[0] * self.block_size:
+            raise InvalidArgumentError(
+                f"{tokens.shape[0]} tokens do not fill {blocks.shape[0]} blocks of "
+                f"{self.block_size}")
+        for i in range(blocks.shape[0]):
+            if blocks[i] >= self.pool.num_total or not self.pool._references[blocks[i]]:
+                raise InvalidArgumentError(f"block {blocks[i]} is not in use")
+        self.adopt_blocks(&tokens[0] if tokens.shape[0] else NULL, tokens.shape[0],
+                          &blocks[0] if blocks.shape[0] else NULL, blocks.shape[0])
+        self.prompt_len = self.seq_len
+
+    def share(self, Sequence source not None):
+        """Make a sequence without positions stand where ``source`` does, on the same blocks.
+
+        Blocks reserved in their place are returned.
+        """
+        cdef int64_t held = (source.seq_len + self.block_size - 1) // self.block_size
+        cdef int64_t i
+        self.check()
+        source.check()
+        if self.seq_len:
+            raise SequenceStateError("only a sequence without positions can share another's")
+        if source.pool is not self.pool or source.block_size != self.block_size:
+            raise InvalidArgumentError("the two sequences do not use one pool")
+        self.grow_block_table(held)
+        self.append(source._tokens, source._num_tokens)
+        for i in range(held):
+            self.pool.hold(source._blocks[i])
+            if i < self._num_blocks:
+                self.pool.let_go(self._blocks[i])
+            self._blocks[i] = source._blocks[i]
+        self._num_blocks = max(self._num_blocks, held)
+        self.prompt_len = source.prompt_len
+        self.kv_valid_tokens = source.kv_valid_tokens
+
+    def shared_block(self):
+        """Index of the block that the next position is in, if others hold it too; else -1."""
+        cdef int64_t index = self.seq_len // self.block_size
+        self.require_usable()
+        if index < self._num_blocks and self.pool._references[self._blocks[index]] > 1:
+            return index
+        return -1
+
+    def replace_block(self, int64_t index, uint32_t block):
+        """Put ``block`` into the table with its reference; return the old one with its own."""
+        cdef uint32_t old
+        self.require_usable()
+        if not 0 <= index < self._num_blocks:
+            raise InvalidArgumentError(f"index is {index}; allowed: 0 … {self._num_blocks - 1}")
+        if block >= self.pool.num_total or not self.pool._references[block]:
+            raise InvalidArgumentError(f"block {block} is not in use")
+        old = self._blocks[index]
+        self._blocks[index] = block
+        return old
+
     def trim(self, int64_t num_blocks):
         """Return tail blocks beyond ``num_blocks`` that hold no committed position."""
         cdef int64_t held = (self.seq_len + self.block_size - 1) // self.block_size

@@ -6,7 +6,7 @@ import numpy as np
 
 from atlas._native.plan import ActionKind, Plan
 from atlas.cache.kv import KvPools
-from atlas.errors import CapabilityError
+from atlas.errors import AtlasError, CapabilityError, OutOfMemoryError
 from atlas.layers.step import Array
 
 
@@ -47,11 +47,18 @@ class HostStore:
         """A request ended: drop what is still spilled of it."""
         self._spilled.pop(handle, None)
 
-    def perform(self, plan: Plan) -> None:
-        """What must happen before the plan's step runs."""
+    def perform(self, plan: Plan) -> dict[int, AtlasError]:
+        """What must happen before the plan's step runs.
+
+        Returns
+        -------
+        dict
+            Handles of requests whose blocks could not be kept, and why.
+        """
+        lost: dict[int, AtlasError] = {}
         actions = plan.actions
         if not len(actions):
-            return
+            return lost
         blocks = plan.action_blocks
         for action in actions:
             kind, handle = int(action["kind"]), int(action["handle"])
@@ -60,8 +67,15 @@ class HostStore:
             if kind == ActionKind.COPY_BLOCK:
                 self.copy_block(int(action["source"]), int(action["target"]))
             elif kind == ActionKind.SPILL:
-                self._spilled[handle] = self.read(named)
+                try:
+                    self._spilled[handle] = self.read(named)
+                except MemoryError as error:
+                    lost[handle] = OutOfMemoryError(
+                        f"no host memory for the {len(named)} KV blocks of a preempted request"
+                    )
+                    lost[handle].__cause__ = error
             elif kind == ActionKind.RESTORE:
                 self.write(named, self._spilled.pop(handle))
             elif kind != ActionKind.REQUEUE:
                 raise CapabilityError(f"action {ActionKind(kind).name} needs recurrent state")
+        return lost

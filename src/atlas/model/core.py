@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from atlas.errors import (
 )
 from atlas.layers.network import Network
 from atlas.layers.step import StepBuffers, StepShape
+from atlas.model import room
 from atlas.model.batch import Batch, RowKind, Window
 from atlas.model.lifetime import Lifetime
 from atlas.model.logits_view import LogitsArena, LogitsView
@@ -90,6 +91,7 @@ class ModelCore:
         self.key = object()
         self.streams: set[int] = {0}
         self.prefix_cache: PrefixCache | None = None
+        self.reuse_generated = True  # whether blocks of step tokens may serve a prompt
         self.last_decode: tuple[int, int] | None = None  # (arena generation, rows)
         self._thread = threading.get_ident()
         self._driver: int | None = None  # thread of an engine's step that is under way
@@ -169,32 +171,19 @@ class ModelCore:
 
     def reserve(self, seq: SequenceState, num_positions: int) -> None:
         """Room for positions 0 … num_positions − 1 of one sequence."""
-        self.require_length(num_positions)
-        missing = -(-num_positions // self.pools.block_size) - seq.native.num_blocks
-        if self.prefix_cache is not None and missing > self.blocks.num_free:
-            self.prefix_cache.evict(missing - self.blocks.num_free)
-        seq.native.reserve(num_positions)
+        replaced = room.reserve(self, seq, num_positions)
+        if replaced is not None:
+            self.blocks.release(replaced.block)
 
-    @contextmanager
-    def room(self, seqs: Sequence[SequenceState], counts: Sequence[int]) -> Iterator[None]:
+    def room(
+        self, seqs: Sequence[SequenceState], counts: Sequence[int]
+    ) -> AbstractContextManager[None]:
         """Reserve ``counts[i]`` more positions of each sequence for the step in the body.
 
-        When the pool is exhausted, or the body raises, every sequence is as before: lengths,
-        tokens and number of blocks.
+        A prefix that was found for a sequence becomes its first positions. When the pool is
+        exhausted, or the body raises, every sequence is as before: lengths, tokens and blocks.
         """
-        before = [(seq.seq_len, seq.prompt_len, seq.native.num_blocks) for seq in seqs]
-        try:
-            for seq, count in zip(seqs, counts, strict=True):
-                self.reserve(seq, seq.seq_len + count)
-            yield
-        except BaseException:
-            for seq, (length, prompt_len, num_blocks) in zip(seqs, before, strict=True):
-                if seq.seq_len != length:
-                    seq.native.rewind(length)
-                    seq.native.reserve(num_blocks * self.pools.block_size)
-                seq.native.prompt_len = prompt_len
-                seq.native.trim(num_blocks)
-            raise
+        return room.room(self, seqs, counts)
 
     def check_stream(self, stream: Stream | None) -> None:
         """Raise for a stream that this model did not make."""

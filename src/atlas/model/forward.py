@@ -10,6 +10,7 @@ import numpy as np
 from atlas.errors import InvalidArgumentError
 from atlas.model.batch import Window, build
 from atlas.model.capability import Unavailable
+from atlas.model.prefix import begin
 from atlas.model.records import MixedBatchResult, MixedForwardResult
 
 if TYPE_CHECKING:
@@ -350,9 +351,11 @@ class DenseForward(ModelForward):
                 f'logits="all" of {num_logits} positions; '
                 f"allowed: up to {core.limits.logits_rows} a call"
             )
+        window = begin(core, Window(seq, ids, "prompt", 0), read_cache=logits != "all")
+        matched = chunk_len - len(window.token_ids)
         with core.room([seq], [chunk_len]):
             # A long window runs in pieces: same bits, as any split.
-            for start in range(0, chunk_len, core.limits.piece_rows):
+            for start in range(matched, chunk_len, core.limits.piece_rows):
                 piece = ids[start : start + core.limits.piece_rows]
                 end = start + len(piece)
                 wanted = min(len(piece), max(0, num_logits - (chunk_len - end)))
@@ -448,7 +451,12 @@ class DenseForward(ModelForward):
             windows.append(Window(piece.seq, ids, "prompt", count))
         core.require_rows(windows)
         first = core.place_logits(row_base, sum(window.num_logits for window in windows))
-        with core.room(seqs, [len(window.token_ids) for window in windows]):
+        lengths = [len(window.token_ids) for window in windows]
+        read_cache = logits != "all"
+        windows[num_decode:] = [
+            begin(core, window, read_cache=read_cache) for window in windows[num_decode:]
+        ]
+        with core.room(seqs, lengths):
             core.run(build(windows, first))
             for window in windows:
                 core.commit(window.seq, window.token_ids, window.kind)

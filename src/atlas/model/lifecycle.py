@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
 
+import numpy as np
+
 from atlas._native.sequence import Sequence
-from atlas.errors import InvalidArgumentError
+from atlas.cache.host_store import HostStore
+from atlas.cache.sequence_file import (
+    SequenceHeader,
+    SequenceLayout,
+    fingerprint,
+    read_sequence,
+    write_sequence,
+)
+from atlas.errors import InvalidArgumentError, SequenceStateError
 from atlas.model.capability import Unavailable
+from atlas.model.prefix import prefix_seed
+from atlas.model.records import PrefixReclaim
 from atlas.model.sequence import SequenceState
 
 if TYPE_CHECKING:
     from atlas.model.core import ModelCore
-    from atlas.model.records import PrefixReclaim, TokenIds
+    from atlas.model.records import TokenIds
 
 
 class SwapDims(NamedTuple):
@@ -239,14 +252,6 @@ class ModelLifecycle(Protocol):
 class DenseLifecycle(ModelLifecycle):
     """Sequences whose only state is paged KV."""
 
-    compact_sequence = Unavailable("lifecycle")
-    detach_slot_for_reuse = Unavailable("lifecycle")
-    fork = Unavailable("lifecycle")
-    cache_sequence = Unavailable("lifecycle")
-    reclaim_prefix_blocks = Unavailable("lifecycle")
-    reclaim_prefix_blocks_for = Unavailable("lifecycle")
-    save_sequence_state = Unavailable("lifecycle")
-    restore_sequence_state = Unavailable("lifecycle")
     poll_kv_calibration = Unavailable("lifecycle")
     swap_dims = None
 
@@ -274,10 +279,53 @@ class DenseLifecycle(ModelLifecycle):
     def rewind(self, seq: SequenceState, new_len: int) -> None:
         self._core.enter(seq)
         seq.native.rewind(new_len)
+        if new_len == 0:
+            seq.forget_lookup()
 
     def free_sequence(self, seq: SequenceState) -> None:
         self._core.enter(seq)
+        seq.forget_lookup()
         seq.native.release()
+
+    def compact_sequence(self, seq: SequenceState, new_slot: int) -> None:
+        self._core.enter(seq)
+        raise InvalidArgumentError(
+            f"new_slot is {new_slot}; allowed: none, this model has no recurrent slots"
+        )
+
+    def detach_slot_for_reuse(self, retired: SequenceState) -> None:
+        self._core.enter(retired)
+        retired.slot = None
+
+    def fork(self, seq: SequenceState) -> SequenceState:
+        core = self._core
+        core.enter(seq)
+        native = Sequence(core.blocks, core.pools.block_size)
+        native.share(seq.native)
+        forked = replace(
+            seq,
+            native=native,
+            prefix=None,
+            layer_states=list(seq.layer_states),
+            vision_spans=list(seq.vision_spans),
+        )
+        if not forked.seq_len:
+            forked.forget_lookup()
+        return forked
+
+    def cache_sequence(self, seq: SequenceState) -> None:
+        core = self._core
+        core.enter(seq)
+        native = seq.native
+        native.check()
+        if core.prefix_cache is not None and native.kv_valid_tokens >= native.block_size:
+            core.prefix_cache.insert(
+                native.tokens,
+                native.block_table,
+                native.kv_valid_tokens,
+                seq.num_exact,
+                prefix_seed(seq),
+            )
 
     @property
     def num_free_blocks(self) -> int:
@@ -293,6 +341,81 @@ class DenseLifecycle(ModelLifecycle):
     def kv_block_bytes(self) -> int:
         self._core.require_alive()
         return self._core.pools.block_bytes
+
+    def reclaim_prefix_blocks(self, n: int) -> int:
+        core = self._core
+        core.enter()
+        if n < 0:
+            raise InvalidArgumentError(f"n is {n}; allowed: 0 or more")
+        return 0 if core.prefix_cache is None else core.prefix_cache.evict(n)
+
+    def reclaim_prefix_blocks_for(
+        self, prompt: TokenIds, adapter_slot: int, blocks_needed: int
+    ) -> PrefixReclaim:
+        core = self._core
+        core.enter()
+        ids = core.token_array(prompt, "prompt tokens") if len(prompt) else np.empty(0, np.int32)
+        if adapter_slot != -1:
+            raise InvalidArgumentError(
+                f"adapter_slot is {adapter_slot}; allowed: -1, this model has no adapters"
+            )
+        if blocks_needed < 0:
+            raise InvalidArgumentError(f"blocks_needed is {blocks_needed}; allowed: 0 or more")
+        if core.prefix_cache is None:
+            return PrefixReclaim(0, 0, core.blocks.num_free >= blocks_needed)
+        seed = 0  # of the base model
+        return PrefixReclaim(
+            *core.prefix_cache.reclaim_for(ids, seed, core.reuse_generated, blocks_needed)
+        )
+
+    def save_sequence_state(self, seq: SequenceState, writer: BinaryIO) -> None:
+        core = self._core
+        core.enter(seq)
+        native = seq.native
+        native.check()
+        held = native.block_table[: -(-native.seq_len // native.block_size)]
+        header = SequenceHeader(
+            fingerprint(core),
+            native.seq_len,
+            native.prompt_len,
+            seq.num_exact,
+            native.kv_valid_tokens,
+        )
+        pools = zip(core.pools.keys, core.pools.values, strict=True)
+        parts = (pool[held] for layer in pools for pool in layer)  # a copy of one layer at a time
+        write_sequence(writer, header, native.tokens, parts)
+
+    def restore_sequence_state(self, seq: SequenceState, num_blocks: int, reader: BinaryIO) -> None:
+        core = self._core
+        core.enter(seq)
+        native, size = seq.native, core.pools.block_size
+        native.check()
+        if native.seq_len:
+            raise SequenceStateError(
+                f"the sequence holds {native.seq_len} positions; restore needs an empty one"
+            )
+        most = -(-core.limits.max_seq_len // size)
+        if not 0 <= num_blocks <= most:
+            raise InvalidArgumentError(f"num_blocks is {num_blocks}; allowed: 0 … {most}")
+        before = native.num_blocks
+        core.reserve(seq, min(num_blocks * size, core.limits.max_seq_len))
+        try:
+            saved = read_sequence(reader, SequenceLayout.of(core))
+            needed = -(-saved.header.seq_len // size)
+            if needed > num_blocks:
+                raise InvalidArgumentError(
+                    f"num_blocks is {num_blocks}; the saved sequence fills {needed}"
+                )
+            HostStore(core.pools).write(native.block_table[:needed], saved.parts)
+            native.advance(saved.tokens)
+        except BaseException:
+            native.trim(before)
+            raise
+        native.prompt_len = saved.header.prompt_len
+        native.kv_valid_tokens = saved.header.kv_valid_tokens
+        seq.forget_lookup()
+        if saved.header.exact_len < saved.header.prompt_len:
+            seq.exact_len = saved.header.exact_len
 
     def teardown(self) -> None:
         self._core.close()

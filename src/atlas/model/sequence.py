@@ -32,6 +32,11 @@ class SequenceState:
         Handles of recurrent layers and of a proposer.
     matched_tokens, matched_blocks, lookup_done : int, int, bool
         The prefix lookup's recorded decision, replayed when a prefill is retried.
+    prefix : Sequence, optional
+        Holds what was matched from the lookup until a first window has run.
+    exact_len : int, optional
+        Where it stands on generated blocks: the positions before them. None: nothing generated
+        went into its prompt.
     adapter_requested, adapter_slot, adapter_id : int, int, int
         The slot asked for, the slot held, and its content id (0 = base).
     snapshot_ring_position : int
@@ -51,6 +56,8 @@ class SequenceState:
     matched_tokens: int = 0
     matched_blocks: int = 0
     lookup_done: bool = False
+    prefix: Sequence | None = None
+    exact_len: int | None = None
     adapter_requested: int = -1
     adapter_slot: int = -1
     adapter_id: int = 0
@@ -97,6 +104,19 @@ class SequenceState:
         if self.native.freed:
             return "freed"
         return "failed" if self.native.failed else "active"
+
+    @property
+    def num_exact(self) -> int:
+        """Positions whose KV only prompt tokens went into."""
+        return self.prompt_len if self.exact_len is None else min(self.prompt_len, self.exact_len)
+
+    def forget_lookup(self) -> None:
+        """Drop the lookup's decision and what it holds; the next first window decides anew."""
+        if self.prefix is not None:
+            self.prefix.release()
+        self.prefix = self.exact_len = None
+        self.matched_tokens = self.matched_blocks = 0
+        self.lookup_done = False
 
     def __repr__(self) -> str:
         pending = f", verify of {self.verify_rows} rows pending" if self.verify_rows else ""

@@ -28,6 +28,7 @@ from atlas.backends.cpu.bodies.simd import (
     max_lane,
     maximum,
     mul,
+    prefetch,
     select,
     splat,
     store,
@@ -45,6 +46,9 @@ _f = np.float32
 LOWEST, ZERO = _f(-np.inf), _f(0.0)
 TILE_ROWS = 16
 QUERIES = 4
+# Positions whose keys are asked for before their turn: a block of a sequence lies anywhere in the
+# pool, so the hardware's prefetcher has to begin anew with each (benchmarks/NOTES.md).
+AHEAD = 48
 SCORE_BYTES = QUERIES * SEGMENT * 4
 
 
@@ -162,10 +166,23 @@ def _segment(load_keys, load_values, width):
         return total
 
     @device
-    def segment(q, starts, ends, base, k_head, v_head, plane, table, dims, scale, cap, scores, out):
+    def fetch_keys(k_head, table, position, end, plane, dim, block_size):
+        """Ask for the keys of 16 positions, if they are before ``end``."""
+        if position < end:
+            block = load_i32(table + position // block_size * 4)
+            keys = k_head + (block * plane + position % block_size) * width
+            stride = block_size * width
+            for i in range(0, dim, max(1, 64 // stride)):
+                prefetch(keys + i * stride)
+
+    @device
+    def segment(
+        q, starts, ends, base, k_head, v_head, plane, table, dims, scale, cap, scores, out, fetch
+    ):
         """Partial softmax of queries q[0 … 3] over positions base … base + 255.
 
-        Writes Σ p·v of query i to ``out[i]``; returns the four maxima and the four sums.
+        Writes Σ p·v of query i to ``out[i]``; returns the four maxima and the four sums. With
+        ``fetch``, asks for keys and values ahead of their use.
         """
         dim, block_size = dims
         q0, q1, q2, q3 = q
@@ -174,10 +191,18 @@ def _segment(load_keys, load_values, width):
         low, high = (first - base) // 16 * 16, last - base
         g0, g1, g2, g3 = splat(LOWEST), splat(LOWEST), splat(LOWEST), splat(LOWEST)
         row = SEGMENT * 4
+        if fetch:
+            for at in range(low, low + AHEAD, 16):
+                fetch_keys(k_head, table, base + at, base + high, plane, dim, block_size)
         for at in range(low, high, 16):
             position = base + at
             block = load_i32(table + position // block_size * 4)
             keys = k_head + (block * plane + position % block_size) * width
+            if fetch:
+                fetch_keys(k_head, table, position + AHEAD, base + high, plane, dim, block_size)
+                values = v_head + (block * plane + position % block_size * dim) * width
+                for line in range(0, 16 * dim * width, 64):
+                    prefetch(values + line)
             a = scores_of(keys, q0, q1, q2, q3, dim, block_size)
             here = scores + at * 4
             g0 = place(here, a[0], scale, cap, position, starts[0], ends[0], g0)
@@ -277,7 +302,7 @@ def _bodies(segment, width):
         return queries, starts, (p0 + 1, p1 + 1, p2 + 1, p3 + 1)
 
     @device
-    def run_segment(args, n, base, kv_head, queries, starts, ends, scores, out):
+    def run_segment(args, n, base, kv_head, queries, starts, ends, scores, out, fetch):
         dim, block_size = args[11], args[12]
         plane = args[10] * dim * block_size
         return segment(
@@ -294,6 +319,7 @@ def _bodies(segment, width):
             bits_f32(args[15]),
             scores,
             out,
+            fetch,
         )
 
     def fused(thread, num_threads, args):
@@ -321,7 +347,7 @@ def _bodies(segment, width):
                         l0, l1, l2, l3 = ZERO, ZERO, ZERO, ZERO
                         for base in range(starts[0] // SEGMENT * SEGMENT, ends[3], SEGMENT):
                             m, s = run_segment(
-                                args, n, base, kv_head, queries, starts, ends, scores, part
+                                args, n, base, kv_head, queries, starts, ends, scores, part, e == 0
                             )
                             m0, l0 = merge(m0, l0, m[0], s[0], totals, part[0], dim)
                             m1, l1 = merge(m1, l1, m[1], s[1], totals + wide, part[1], dim)
@@ -370,6 +396,7 @@ def _bodies(segment, width):
                                 ends,
                                 scores,
                                 (at + 64, o1, o2, o3),
+                                e == 0,
                             )
                             for i in range(count):
                                 store_f32(at + i * step, m[i])

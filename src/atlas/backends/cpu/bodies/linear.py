@@ -109,10 +109,13 @@ def _quantised_tiles(unpack, finish, block_bytes):
         return acc
 
     @device
-    def tile_4(tile, k, x0, x1, x2, x3):
+    def tile_4(tile, k, x, fetch):
         nb = k // 32
+        x0, x1, x2, x3 = x
         a0, a1, a2, a3 = zeros(), zeros(), zeros(), zeros()
         for b in range(nb):
+            if fetch:
+                prefetch_lines(tile + b * block_bytes + PREFETCH_BYTES, block_bytes)
             w = unpack(tile, nb, b)
             a0 = step(tile, nb, b, a0, w, x0, k)
             a1 = step(tile, nb, b, a1, w, x1, k)
@@ -133,9 +136,12 @@ def _float_tiles(read, width):
         return acc
 
     @device
-    def tile_4(tile, k, x0, x1, x2, x3):
+    def tile_4(tile, k, x, fetch):
+        x0, x1, x2, x3 = x
         a0, a1, a2, a3 = zeros(), zeros(), zeros(), zeros()
         for i in range(k):
+            if fetch:
+                prefetch(tile + i * width + PREFETCH_BYTES)
             w = read(tile + i * width)
             a0 = fma(w, splat(load_f32(x0 + i * 4)), a0)
             a1 = fma(w, splat(load_f32(x1 + i * 4)), a1)
@@ -162,6 +168,29 @@ def write(out, acc, count, bias, accumulate):
     store_first(out, acc, count)
 
 
+@device
+def rows_from(x, x_stride, row, last):
+    """Addresses of four rows; past the last, that one."""
+    return (
+        x + min(row, last) * x_stride,
+        x + min(row + 1, last) * x_stride,
+        x + min(row + 2, last) * x_stride,
+        x + min(row + 3, last) * x_stride,
+    )
+
+
+@device
+def write_rows(target, stride, acc, rows, count, bias, accumulate):
+    """Epilogue of up to four rows."""
+    write(target, acc[0], count, bias, accumulate)
+    if rows > 1:
+        write(target + stride, acc[1], count, bias, accumulate)
+    if rows > 2:
+        write(target + 2 * stride, acc[2], count, bias, accumulate)
+    if rows > 3:
+        write(target + 3 * stride, acc[3], count, bias, accumulate)
+
+
 def _linear(tile_1, tile_4):
     def linear(thread, num_threads, args):
         x, x_stride, num_rows, k = args[0], args[1], args[2], args[3]
@@ -181,23 +210,10 @@ def _linear(tile_1, tile_4):
                     write(out + t * 64, tile_1(tile, k, x), count, tile_bias, accumulate)
                     continue
                 for row in range(start, stop, 4):
-                    last = stop - 1
-                    a = tile_4(
-                        tile,
-                        k,
-                        x + row * x_stride,
-                        x + min(row + 1, last) * x_stride,
-                        x + min(row + 2, last) * x_stride,
-                        x + min(row + 3, last) * x_stride,
-                    )
+                    # The first rows bring the next tiles' weights; the others find these cached.
+                    a = tile_4(tile, k, rows_from(x, x_stride, row, stop - 1), row == start)
                     target = out + row * out_stride + t * 64
-                    write(target, a[0], count, tile_bias, accumulate)
-                    if row + 1 < stop:
-                        write(target + out_stride, a[1], count, tile_bias, accumulate)
-                    if row + 2 < stop:
-                        write(target + 2 * out_stride, a[2], count, tile_bias, accumulate)
-                    if row + 3 < stop:
-                        write(target + 3 * out_stride, a[3], count, tile_bias, accumulate)
+                    write_rows(target, out_stride, a, stop - row, count, tile_bias, accumulate)
 
     return linear
 

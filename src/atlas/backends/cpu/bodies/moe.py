@@ -122,10 +122,13 @@ def _moe_linear(tile_1, tile_4):
                 a = tile_4(
                     tile,
                     k,
-                    x + p0 // share * x_stride,
-                    x + p1 // share * x_stride,
-                    x + p2 // share * x_stride,
-                    x + p3 // share * x_stride,
+                    (
+                        x + p0 // share * x_stride,
+                        x + p1 // share * x_stride,
+                        x + p2 // share * x_stride,
+                        x + p3 // share * x_stride,
+                    ),
+                    i == start,
                 )
                 # Past the end a pair repeats the last one and writes the same bits again.
                 write(target + p0 * num_outputs * 4, a[0], count, 0, 0)

@@ -1,0 +1,113 @@
+"""Ragged sequences over shuffled blocks, and both attention kernels run on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from atlas.ops import OPS
+from tests.kernels.launches import Bench, Buffer, rounded
+
+SPLIT = 256
+
+
+@dataclass
+class Sequences:
+    """Ragged sequences over shuffled blocks: lengths, and the last rows of each as queries."""
+
+    lengths: list[int]
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int = 0
+    softcap: float = 0.0
+    k: np.ndarray = field(init=False)
+    v: np.ndarray = field(init=False)
+    q: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng([self.dim, *self.lengths])
+        counts = [-(-length // 16) for length in self.lengths]
+        self.tables = np.full((len(counts), max(counts)), 2**31 - 1, np.int32)
+        order, used = rng.permutation(sum(counts)), 0
+        for table, count in zip(self.tables, counts, strict=True):
+            table[:count] = order[used : used + count]
+            used += count
+        shape = (used, self.kv_heads, 16, self.dim)
+        self.k, self.v = (rounded(rng.standard_normal(shape), "bf16") for _ in range(2))
+        self.every_q = [
+            rounded(2 * rng.standard_normal((length, self.heads, self.dim)), "bf16")
+            for length in self.lengths
+        ]
+        for table, length in zip(self.tables, self.lengths, strict=True):
+            for pool in (self.k, self.v):  # what lies behind the last key must not matter
+                pool[table[(length - 1) // 16], :, (length - 1) % 16 + 1 :] = np.nan
+
+    def definition(self, positions: list[tuple[int, int]]) -> np.ndarray:
+        """What the op says about the rows (sequence, position)."""
+        out = np.empty((len(positions), self.heads, self.dim), np.float32)
+        q = np.stack([self.every_q[n][at] for n, at in positions])
+        OPS["attention"](
+            q,
+            self.k.transpose(0, 1, 3, 2),
+            self.v,
+            self.tables[[n for n, _ in positions]],
+            np.arange(len(positions) + 1, dtype=np.int32),
+            np.array([at for _, at in positions], np.int32),
+            self.dim**-0.5,
+            self.window or None,
+            self.softcap or None,
+            out=out,
+        )
+        return out
+
+
+def put_pools(bench: Bench, given: Sequences) -> list[Buffer]:
+    """K and V in device memory."""
+    return [bench.put(given.k, "bf16"), bench.put(given.v, "bf16")]
+
+
+def decode(
+    bench: Bench, given: Sequences, pools: list[Buffer], rows: list[list[int]], tile: int = 16,
+    workers: int = 2,
+) -> np.ndarray:  # fmt: skip
+    """Run the kernel for the positions ``rows[n]`` of each sequence; out, row after row."""
+    chosen = [(n, at) for n, positions in enumerate(rows) for at in positions]
+    q = bench.put(np.stack([given.every_q[n][at] for n, at in chosen]), "bf16", pad=8)
+    out = bench.empty((len(chosen), given.heads, given.dim), "bf16", pad=24)
+    group, most = given.heads // given.kv_heads, max(len(positions) for positions in rows)
+    splits = np.cumsum([0] + [length // SPLIT + 1 for length in given.lengths])
+    shape = (int(splits[-1]), given.kv_heads * most * group, given.dim)
+    partials, sums = bench.empty(shape, "f32"), bench.empty((*shape[:2], 2), "f32")
+    columns = len(rows) * given.kv_heads * -(-most * group // tile)
+    counters = bench.put_ints(np.zeros(columns))
+    args = [q.address, pools[0].address, pools[1].address, out.address]
+    args += [bench.put_ints(given.tables), bench.put_ints(np.cumsum([0, *map(len, rows)]))]
+    args += [bench.put_ints([at for _, at in chosen]), bench.put_ints(splits)]
+    args += [partials.address, sums.address, counters, given.heads, given.kv_heads, most]
+    args += [given.window, given.tables.shape[1], q.stride, out.stride]
+    args += [np.float32(given.dim**-0.5), np.float32(given.softcap)]
+    bench.run(f"attention_decode_d{given.dim}_r{tile}", (columns, workers), args)
+    left = bench.memory.get(counters, np.ones(columns, np.int32))
+    np.testing.assert_array_equal(left, 0)
+    return bench.get(out)
+
+
+def prefill(
+    bench: Bench, given: Sequences, pools: list[Buffer], chunks: list[tuple[int, int]], form: str
+) -> np.ndarray:
+    """Run the kernel ``form`` for the positions first … end − 1 of each sequence."""
+    chosen = [(n, at) for n, chunk in enumerate(chunks) for at in range(*chunk)]
+    q = bench.put(np.stack([given.every_q[n][at] for n, at in chosen]), "bf16", pad=8)
+    out = bench.empty((len(chosen), given.heads, given.dim), "bf16", pad=24)
+    lengths = [end - first for first, end in chunks]
+    args = [q.address, pools[0].address, pools[1].address, out.address]
+    args += [bench.put_ints(given.tables), bench.put_ints(np.cumsum([0, *lengths]))]
+    args += [bench.put_ints([at for _, at in chosen]), given.heads, given.kv_heads]
+    args += [given.window, given.tables.shape[1], q.stride, out.stride]
+    args += [np.float32(given.dim**-0.5), np.float32(given.softcap)]
+    tile = 64 if given.dim == 256 else 128
+    grid = (len(chunks) * given.heads, -(-max(lengths) // tile))
+    bench.run(f"attention_prefill_{form}", grid, args)
+    return bench.get(out)

@@ -1,0 +1,200 @@
+"""Step GEMM: tiles, the ``mma.sync`` kernel on the PTX machine, both kernels on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from atlas_kernels.gemm_step_plan import (
+    MMA_TILES,
+    RANGE_STEP,
+    RUNGS,
+    TILES,
+    form,
+    k_splits,
+    range_len,
+    rung,
+    variant,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atlas.ops import OPS
+from tests.kernels.launches import Bench, Buffer, rounded
+from tests.kernels.ptx_machine import Memory
+
+Array = np.ndarray[Any, Any]
+
+
+def test_every_tile_fits_an_sm() -> None:
+    for tile in TILES.values():
+        assert tile.shared_bytes + 1024 <= 228 * 1024
+        assert tile.shared_bytes <= 227 * 1024
+        assert RANGE_STEP % tile.k_block == 0
+        assert tile.box_rows <= 256, "a box of a tensor map"
+        assert tile.box_rows * 128 % 1024 == 0, "the swizzle has a period of 1,024 bytes"
+        assert tile.stages >= 3
+    for mma_tile in MMA_TILES.values():
+        assert mma_tile.shared_bytes <= 99 * 1024, "the least of all GPUs since sm_80"
+        assert mma_tile.stages >= 2
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@given(n=st.integers(8, 300_000))
+def test_a_matrix_has_one_order(n: int, gated: bool) -> None:
+    chosen = {variant(n, rows, gated=gated) for rows in range(1, RUNGS[-1] + 1)}
+    assert {TILES[name].k_splits for name in chosen} == {k_splits(n, gated=gated)}
+    mma = form(n, gated=gated).replace("medium", "narrow")
+    assert MMA_TILES[f"{mma}_8"].k_splits == k_splits(n, gated=gated)
+
+
+@given(k=st.integers(1, 100_000), splits=st.sampled_from([1, 2, 4]))
+def test_ranges_cover_k(k: int, splits: int) -> None:
+    length = range_len(k, splits)
+    assert length % RANGE_STEP == 0
+    assert length * splits >= k
+    assert length * splits - k < splits * RANGE_STEP
+
+
+def test_rungs() -> None:
+    assert [rung(m) for m in (1, 8, 9, 33, 65, 128)] == [8, 8, 16, 64, 128, 128]
+    with pytest.raises(ValueError, match="129 rows; the step GEMM takes 1 to 128"):
+        rung(129)
+
+
+def _normal(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+class Product:
+    """A matrix on a device, and the kernels' products with it."""
+
+    def __init__(self, bench: Bench, n: int, k: int) -> None:
+        self.bench, self.n, self.k = bench, n, k
+        self.weight = bench.put(rounded(_normal(n, k, seed=1), "bf16"), "bf16", pad=8)
+        if isinstance(bench.memory, Memory):
+            bench.memory.constants.add(self.weight.address)
+
+    def mma(
+        self, name: str, x: Buffer, type: str = "f32", *, bias: Buffer | None = None,
+        residual: Buffer | None = None,
+    ) -> Array:  # fmt: skip
+        """By ``gemm_step_mma``; one more row of NaN must stay as it is."""
+        tile = MMA_TILES[name]
+        m, width = x.shape[0], self.n // 2 if tile.gated else self.n
+        out = residual or self.bench.empty((m + 1, -(-width // 4) * 4), type, pad=4)
+        args: list[Any] = [self.weight.address, x.address, bias.address if bias else 0]
+        args += [residual.address if residual else 0, out.address, self.n, self.k, m]
+        args += [self.weight.stride, x.stride, out.stride, out.stride, int(out.type == "f32")]
+        self.bench.run(f"gemm_step_mma_bf16_{name}", (tile.grid(self.n), 1), args)
+        got = self.bench.get(out)
+        assert residual is not None or np.isnan(got[m]).all()
+        return got[:m, :width]
+
+
+def _reference(product: Product, x: Array) -> Array:
+    return x.astype(np.float64) @ product.bench.get(product.weight).astype(np.float64).T
+
+
+# 100 columns and 328 of k: ragged last tiles, a second range that is shorter, part of a stage.
+@pytest.mark.parametrize(
+    ("name", "rows"), [("narrow_8", 5), ("wide_8", 8), ("narrow_16", 9), ("wide_128", 101)]
+)
+def test_mma_products(bench: Bench, name: str, rows: int) -> None:
+    product = Product(bench, 100, 328)
+    x = rounded(_normal(rows, 328), "bf16")
+    got = product.mma(name, bench.put(x, "bf16", pad=16))
+    want = _reference(product, x)
+    assert np.abs(got - want).max() <= 2e-6 * np.abs(want).max()
+
+
+def test_mma_rows_are_independent(bench: Bench) -> None:
+    product = Product(bench, 40, 392)
+    x = rounded(_normal(20, 392), "bf16")
+    full = product.mma("narrow_32", bench.put(x, "bf16"))
+    for name, part in (("narrow_8", slice(3, 4)), ("narrow_16", slice(8, 20))):
+        got = product.mma(name, bench.put(x[part], "bf16"))
+        np.testing.assert_array_equal(got, full[part])
+
+
+@pytest.mark.parametrize("name", ["narrow_8", "wide_16"])
+def test_mma_bias_and_residual(bench: Bench, name: str) -> None:
+    product = Product(bench, 72, 136)
+    x, residual = bench.put(rounded(_normal(6, 136), "bf16"), "bf16"), _normal(6, 72, seed=2)
+    plain, bias = product.mma(name, x), _normal(1, 72)
+    kept = bench.put(residual, "bf16")
+    got = product.mma(name, x, bias=bench.put(bias, "f32"), residual=kept)
+    want = rounded((plain + bias) + rounded(residual, "bf16"), "bf16")
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_mma_gate_is_a_product_stored_and_gated(bench: Bench, has_bias: bool) -> None:
+    product, bias = Product(bench, 2 * 72, 136), _normal(1, 2 * 72)
+    x = bench.put(rounded(_normal(6, 136), "bf16"), "bf16")
+    options = {"bias": bench.put(bias, "f32")} if has_bias else {}
+    stored = bench.put(product.mma("wide_8", x, "bf16", **options), "bf16")
+    separate = bench.empty((6, 72), "bf16")
+    args = [stored.address, separate.address, 72, stored.stride, separate.stride]
+    bench.run("silu_and_mul_bf16", (6, 1), args)
+    got = product.mma("gated_8", x, "bf16", **options)
+    np.testing.assert_array_equal(got, bench.get(separate))
+    want = np.empty((6, 72), np.float32)
+    OPS["silu_and_mul"](bench.get(stored), out=want)
+    assert np.abs(got - want).max() <= 2.0**-8 * np.abs(want).max()
+
+
+@pytest.mark.gpu
+class TestOnTheGpu:
+    """``gemm_step``, which has no machine but a Hopper GPU to run on."""
+
+    @pytest.fixture
+    def device(self, gpu: Any) -> Bench:
+        from tests.kernels.launches import gpu_bench
+
+        if gpu.arch != "sm_90a":
+            pytest.skip(f"gemm_step needs sm_90a, not {gpu.arch}")
+        return gpu_bench(gpu)
+
+    def wgmma(self, product: Product, name: str, x: Array) -> Array:
+        bench, tile, (m, k) = product.bench, TILES[name], x.shape
+        bf16 = bench.put(x, "bf16")
+        maps = [
+            bench.memory.tensor_map(product.weight.address, (product.n, k), (tile.box_rows, 64)),
+            bench.memory.tensor_map(bf16.address, (m, k), (tile.rows, 64)),
+        ]
+        places = [bench.memory.put(np.frombuffer(encoded, np.uint8)) for encoded in maps]
+        out = bench.empty((m + 1, product.n), "f32")
+        args = [*places, 0, 0, out.address, product.n, k, m, 0, out.stride, 1]
+        bench.run(f"gemm_step_bf16_{name}", (tile.grid(product.n), 1), args)
+        got = bench.get(out)
+        assert np.isnan(got[m]).all()
+        return got[:m]
+
+    @pytest.mark.parametrize("family", ["narrow", "medium", "wide"])
+    def test_rows_are_independent(self, device: Bench, family: str) -> None:
+        product = Product(device, 1000, 1160)
+        product.weight = device.put(device.get(product.weight), "bf16")  # rows without padding
+        x = rounded(_normal(128, 1160), "bf16")
+        full, want = self.wgmma(product, f"{family}_128", x), _reference(product, x)
+        assert np.abs(full - want).max() <= 1e-5 * np.abs(want).max()
+        for m in (1, 2, 7, 8, 9, 31, 33, 64, 65, 127):
+            for start in (0, 128 - m):
+                got = self.wgmma(product, f"{family}_{rung(m)}", x[start : start + m])
+                np.testing.assert_array_equal(got, full[start : start + m])
+
+    @pytest.mark.parametrize("family", ["narrow", "wide"])
+    @pytest.mark.parametrize("spread", [0, 15])
+    def test_both_kernels_give_the_same_bits(
+        self, device: Bench, family: str, spread: int
+    ) -> None:
+        product = Product(device, 512, 4096)
+        x, w = (_normal(m, 4096, seed=spread) for m in (128, 512))
+        powers = np.random.default_rng(0).integers(-spread, spread + 1, (640, 4096))
+        x, w = rounded(x * 2.0 ** powers[:128], "bf16"), rounded(w * 2.0 ** powers[128:], "bf16")
+        product.weight = device.put(w, "bf16")
+        for m in (3, 16, 30, 64, 128):
+            name = f"{family}_{rung(m)}"
+            got = product.mma(name, device.put(x[:m], "bf16"))
+            np.testing.assert_array_equal(got, self.wgmma(product, name, x[:m]))
