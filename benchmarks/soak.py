@@ -31,7 +31,6 @@ from atlas._native.scheduler import Scheduler
 from atlas.event import Event
 
 _MAX_TOKENS = 300
-_EAGER = {"watermark": 0, "immune_tokens": 4}  # admit what soon cannot go on
 _PATIENCE_S = 120.0
 _ALLOWED_MIB = 8.0  # growth of anonymous memory after the first interval
 
@@ -199,7 +198,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     model = options.model or tiny_model()
-    atlas.step_loop.Scheduler = functools.partial(Scheduler, **_EAGER)  # type: ignore[assignment,misc]
+    # Admit what soon cannot go on, so that preemption is the rule.
+    eager: Any = functools.partial(Scheduler, watermark=0, immune_tokens=4)
+    atlas.step_loop.Scheduler = eager  # type: ignore[attr-defined]
     well = True
     for number, mode in enumerate(("spill", "requeue")):
         print(f"preemption={mode}")

@@ -7,8 +7,8 @@ come by ``cp.async`` into buffers of the warp's own, so that warps never wait fo
 
 Order, which depends on a row's position alone: within a warp the blocks ascending, with the running
 maximum of the online softmax; the four warps of a split ascending; the splits ascending. Keys that
-a row does not see leave its bits as they are, whoever shares the sweep. With more than one split
-the partial results go through memory, and the thread block that finishes last combines them. P is
+a row does not see leave its bits as they are, whoever shares the sweep. With more than one worker
+the splits' results go through memory, and the thread block that finishes last combines them. P is
 rounded to bf16 before P · V; the sum of P is not.
 
 Source: Dao et al., "Flash-Decoding" (2023); Kwon et al., "PagedAttention" (2023), arXiv 2309.06180.
@@ -19,6 +19,14 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
+from atlas_kernels.attention_decode_parts import (
+    add_part,
+    combine_splits,
+    empty_row,
+    row_words,
+    store_output,
+    store_rows,
+)
 from atlas_kernels.kv_store import BLOCK_LEN
 from atlas_kernels.ptx_async import (
     copy16_or_zero,
@@ -28,10 +36,7 @@ from atlas_kernels.ptx_async import (
     wait_prerequisites,
 )
 from atlas_kernels.ptx_math import (
-    fast_exp2,
     fast_reciprocal,
-    fma,
-    pack_bf16,
     quotient,
     vector_scale,
 )
@@ -40,17 +45,15 @@ from atlas_kernels.ptx_memory import (
     dynamic_shared,
     fence_device,
     load_b32,
-    load_l2_f32x2,
-    load_l2_f32x4,
+    load_f32x2,
+    load_f32x4,
     load_shared_b32,
-    load_shared_f32,
+    load_shared_f32x2,
     load_shared_f32x4,
     store_b32,
-    store_b32x2,
     store_f32x2,
     store_f32x4,
     store_shared_b32,
-    store_shared_f32,
 )
 from atlas_kernels.ptx_tile import (
     MASKED,
@@ -76,12 +79,12 @@ from atlas_kernels.ptx_warp import (
     sync_threads,
     sync_warp,
     thread_x,
-    warp_max,
 )
 from atlas_kernels.registry import kernel
 
-SPLIT = 256
-"""Keys of a split: a part of the order, so of the bits."""
+SPLIT = 512
+"""Keys of a split: a part of the order, so of the bits. 256 cost 3 to 6 % of the speed at long
+contexts, in partial results, and won nothing at short ones."""
 THREADS = 128
 WARPS = THREADS // 32
 LOG2_E = 1.4426950408889634
@@ -116,118 +119,9 @@ def resident_blocks(dim: int, tiles: int) -> int:
     return 3 if tiles * dim <= 128 else 2
 
 
-def row_words(tiles: int) -> Any:
-    """A device function: the int32 of a lane's rows, 8 rows apart, 8 bytes a row."""
-    if tiles == 1:
-        return device(lambda at: (load_shared_b32(at), load_shared_b32(at + 64)))
-
-    @device
-    def words(at):
-        first, second = load_shared_b32(at), load_shared_b32(at + 64)
-        return first, second, load_shared_b32(at + 128), load_shared_b32(at + 192)
-
-    return words
-
-
-def store_rows(tiles: int) -> Any:
-    """A device function: the float32 of a lane's rows to shared memory, 8 bytes a row."""
-    if tiles == 1:
-
-        @device
-        def store(at, values):
-            store_shared_f32(at, values[0])
-            store_shared_f32(at + 64, values[1])
-
-    else:
-
-        @device
-        def store(at, values):
-            store_shared_f32(at, values[0])
-            store_shared_f32(at + 64, values[1])
-            store_shared_f32(at + 128, values[2])
-            store_shared_f32(at + 192, values[3])
-
-    return store
-
-
-@device
-def fold(weight, part, total):
-    """total + weight · part, four columns."""
-    return (
-        fma(weight, part[0], total[0]),
-        fma(weight, part[1], total[1]),
-        fma(weight, part[2], total[2]),
-        fma(weight, part[3], total[3]),
-    )
-
-
-@device
-def store_output(address, values, total):
-    """Four columns divided by the row's sum, as bf16."""
-    share = fast_reciprocal(total)
-    low = pack_bf16(values[0] * share, values[1] * share)
-    store_b32x2(address, (low, pack_bf16(values[2] * share, values[3] * share)))
-
-
-def combine_splits(dim: int) -> Any:
-    """A device function: a warp adds up the partial results of a row, splits ascending.
-
-    ``step`` is the distance, in rows, from a split's partial result to the next one's.
-    """
-
-    @device
-    def combine(partials, sums, row, step, num_splits, out):
-        lane = lane_id()
-        greatest = f32(MASKED)
-        for split in range(lane, num_splits, 32):
-            top, _ = load_l2_f32x2(sums + (row + split * step) * 8)
-            greatest = top if top > greatest else greatest
-        greatest = warp_max(greatest)
-        for column in range(lane * 4, dim, 128):
-            total, values = f32(0), (f32(0), f32(0), f32(0), f32(0))
-            source, pair = partials + (row * dim + column) * 4, sums + row * 8
-            left = num_splits
-            while left >= 8:  # eight loads in flight
-                m0, l0 = load_l2_f32x2(pair)
-                m1, l1 = load_l2_f32x2(pair + step * 8)
-                m2, l2 = load_l2_f32x2(pair + 2 * step * 8)
-                m3, l3 = load_l2_f32x2(pair + 3 * step * 8)
-                m4, l4 = load_l2_f32x2(pair + 4 * step * 8)
-                m5, l5 = load_l2_f32x2(pair + 5 * step * 8)
-                m6, l6 = load_l2_f32x2(pair + 6 * step * 8)
-                m7, l7 = load_l2_f32x2(pair + 7 * step * 8)
-                p0 = load_l2_f32x4(source)
-                p1 = load_l2_f32x4(source + step * dim * 4)
-                p2 = load_l2_f32x4(source + 2 * step * dim * 4)
-                p3 = load_l2_f32x4(source + 3 * step * dim * 4)
-                p4 = load_l2_f32x4(source + 4 * step * dim * 4)
-                p5 = load_l2_f32x4(source + 5 * step * dim * 4)
-                p6 = load_l2_f32x4(source + 6 * step * dim * 4)
-                p7 = load_l2_f32x4(source + 7 * step * dim * 4)
-                w0, w1 = fast_exp2(m0 - greatest), fast_exp2(m1 - greatest)
-                w2, w3 = fast_exp2(m2 - greatest), fast_exp2(m3 - greatest)
-                w4, w5 = fast_exp2(m4 - greatest), fast_exp2(m5 - greatest)
-                w6, w7 = fast_exp2(m6 - greatest), fast_exp2(m7 - greatest)
-                total = fma(w3, l3, fma(w2, l2, fma(w1, l1, fma(w0, l0, total))))
-                total = fma(w7, l7, fma(w6, l6, fma(w5, l5, fma(w4, l4, total))))
-                values = fold(w3, p3, fold(w2, p2, fold(w1, p1, fold(w0, p0, values))))
-                values = fold(w7, p7, fold(w6, p6, fold(w5, p5, fold(w4, p4, values))))
-                source, pair, left = source + 8 * step * dim * 4, pair + 8 * step * 8, left - 8
-            while left > 0:
-                top, part = load_l2_f32x2(pair)
-                weight = fast_exp2(top - greatest)
-                total = fma(weight, part, total)
-                values = fold(weight, load_l2_f32x4(source), values)
-                source, pair, left = source + step * dim * 4, pair + step * 8, left - 1
-            store_output(out + column * 2, values, total)
-
-    return combine
-
-
 @kernel(
     "attention_decode",
-    args="ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr"
-    " i32 i32 i32 i32 i32 i64 i64 f32 f32",
+    args="ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64 i64 f32 f32",
     threads=THREADS,
     min_blocks=resident_blocks,
     shared=shared_bytes,
@@ -282,20 +176,13 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
 
     @device
     def merge_warps(base, row, column):
-        """Four columns of a row: the warps' results, ascending; with the maximum and the sum."""
-        at = base + sums_at + row * 8
-        greatest = load_shared_f32(at)
-        for warp in range(1, WARPS):
-            top = load_shared_f32(at + warp * rows * 8)
-            greatest = top if top > greatest else greatest
-        total, values = f32(0), (f32(0), f32(0), f32(0), f32(0))
+        """Four columns of a row: the warps' results, ascending."""
+        state, at = empty_row(), base + sums_at + row * 8
         source = base + row * result_pitch + column * 4
         for warp in range(WARPS):
-            weight = fast_exp2(load_shared_f32(at + warp * rows * 8) - greatest)
-            total = fma(weight, load_shared_f32(at + warp * rows * 8 + 4), total)
-            part = load_shared_f32x4(source + warp * rows * result_pitch)
-            values = fold(weight, part, values)
-        return values, greatest, total
+            part = load_shared_f32x2(at + warp * rows * 8)
+            state = add_part(state, part, load_shared_f32x4(source + warp * rows * result_pitch))
+        return state
 
     def attention_decode(
         q, k_pool, v_pool, out, tables, cu_rows, positions, cu_splits, partials, sums, counters,
@@ -309,6 +196,9 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
         begin = i32((block_x() - pair * row_groups) * rows)
         sequence = quotient(pair, kv_heads)
         head = i32(pair - sequence * kv_heads)
+        table = tables + i64(sequence) * table_stride * 4
+        # The most likely entries, into L1, while the row's place is being found.
+        load_b32(table + i64(min(block_y() * (SPLIT // 16), table_stride - 1)) * 4)
         first_row = load_b32(cu_rows + sequence * 4)
         count = (load_b32(cu_rows + sequence * 4 + 4) - first_row) * group - begin
         count = i32(min(count, rows))
@@ -348,17 +238,21 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
         k_row = (lane & 7) * pitch + (lane >> 4) * (8 * pitch) + (lane & 8) * 2
         v_row = (lane & 15) * pitch + (lane >> 4) * 16
         head_bytes = BLOCK_LEN * dim * 2
-        table = tables + i64(sequence) * table_stride * 4
+        place = i64(load_b32(cu_splits + sequence * 4)) * kv_heads + head
+        place = place * (max_rows * group) + begin
+        step = i64(kv_heads) * max_rows * group  # from a split's partial results to the next one's
         split = first_split + block_y()
         while split < first_split + num_splits:
             low = max(split * (SPLIT // 16), start >> 4)
             high = min((split + 1) * (SPLIT // 16) - 1, latest >> 4)
-            entry = load_b32(table + i64(min(split * (SPLIT // 16) + (lane & 15), high)) * 4)
+            entry = load_b32(
+                table + i64(min(split * (SPLIT // 16) + (lane & (SPLIT // 16 - 1)), high)) * 4
+            )
             block = low + ((warp - low) & (WARPS - 1))
             for stage in range(depth):
                 ahead = block + stage * WARPS
                 if ahead <= high:
-                    number = shuffle_b32(entry, ahead & 15)
+                    number = shuffle_b32(entry, ahead & (SPLIT // 16 - 1))
                     source = (i64(number) * kv_heads + head) * head_bytes
                     target = buffers + stage * (2 * block_bytes)
                     copy_block(target, k_pool + source, latest + 1 - ahead * 16)
@@ -377,7 +271,7 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
             while block <= high:
                 at = buffers + stage * (2 * block_bytes)
                 ahead = block + depth * WARPS
-                number = shuffle_b32(entry, ahead & 15)
+                number = shuffle_b32(entry, ahead & (SPLIT // 16 - 1))
                 source = (i64(number) * kv_heads + head) * head_bytes
                 seen = latest + 1 - ahead * 16
                 copied()
@@ -414,25 +308,33 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
                 put_rows(at, scale_maxima(maxima, factor))
                 put_rows(at + 4, totals)
             sync_threads()
-            place = i64(load_b32(cu_splits + sequence * 4) + split - first_split)
-            place = (place * kv_heads + head) * (max_rows * group) + begin
+            done = split - first_split
             for item in range(thread_x(), count * vectors, THREADS):
                 row = quotient(item, vectors)
                 column = (item - row * vectors) * 4
-                merged, greatest_of_row, total = merge_warps(base, row, column)
-                if num_splits == 1:
+                maximum, total, columns = merge_warps(base, row, column)
+                if workers == 1:
+                    state = empty_row()
+                    if done > 0:
+                        at = place + row + ((done - 1) & 1) * step
+                        before = load_f32x4(partials + (at * dim + column) * 4)
+                        pair = load_f32x2(sums + at * 8)
+                        state = pair[0], pair[1], before
+                    maximum, total, columns = add_part(state, (maximum, total), columns)
+                at = place + row + (done & 1 if workers == 1 else done) * step
+                if workers == 1 and done == num_splits - 1:
                     token = quotient(begin + row, group)
                     target = out + i64(first_row + token) * out_stride + column * 2
                     target += i64(head * group + begin + row - token * group) * (2 * dim)
-                    store_output(target, merged, total)
+                    store_output(target, columns, total)
                 else:
-                    store_f32x4(partials + ((place + row) * dim + column) * 4, merged)
+                    store_f32x4(partials + (at * dim + column) * 4, columns)
                     if column == 0:
-                        store_f32x2(sums + (place + row) * 8, (greatest_of_row, total))
+                        store_f32x2(sums + at * 8, (maximum, total))
             sync_threads()
             split += workers
 
-        if num_splits > 1:
+        if workers > 1:
             fence_device()
             sync_threads()
             if thread_x() == 0:
@@ -443,10 +345,6 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
                 fence_device()
                 if thread_x() == 0:
                     store_b32(counters + i64(block_x()) * 4, 0)
-                place = (i64(load_b32(cu_splits + sequence * 4)) * kv_heads + head) * (
-                    max_rows * group
-                ) + begin
-                step = i64(kv_heads) * max_rows * group
                 for row in range(warp, count, WARPS):
                     token = quotient(begin + row, group)
                     target = out + i64(first_row + token) * out_stride

@@ -1,10 +1,10 @@
 """Step GEMM of sm_80 and newer: y = x · Wᵀ for 1 to 128 rows, with ``mma.sync`` and ``cp.async``.
 
 The order of summation is that of ``gemm_step_plan``; on Hopper it gives the bits of ``gemm_step``.
-Four warps share 64 rows of W; with two ranges of K, each pair of warps takes 32 rows in one range,
-and the ranges' sums meet in shared memory. W is the A of the product, so few rows of x waste
-nothing. Stages of 64 k lie in shared memory as rows of 128 bytes whose 16-byte pieces are swapped
-by the row's number modulo 8, so that ``ldmatrix`` has no bank conflicts.
+A warp takes 16 rows of W in one range of K; the ranges' sums meet in shared memory. W is the A of
+the product, so few rows of x waste nothing. Stages of 64 k lie in shared memory as rows of 128
+bytes whose 16-byte pieces are swapped by the row's number modulo 8, so that ``ldmatrix`` has no
+bank conflicts.
 """
 
 from __future__ import annotations
@@ -29,48 +29,88 @@ from atlas_kernels.ptx_wgmma import store_accumulators, wgmma_zero
 from atlas_kernels.registry import kernel
 
 
-def _copy_weights(tile: MmaTile) -> Any:
-    """Start copying a stage of W: what lies outside the matrix or the range comes as zeros."""
-    columns, splits, gated, threads = tile.columns, tile.k_splits, tile.gated, tile.threads
-    pieces, half = splits * columns * 8 // threads, columns // 2
+def _weight_lines(tile: MmaTile) -> Any:
+    """() → where this thread's four pieces of each stage of W begin.
+
+    Piece i is 16 bytes, number ``thread % 8``, of row 4 · warps · i + ``thread / 8`` of the tile.
+    Past the last column it is the last column's: nobody writes what comes of it.
+    """
+    columns, gated, lines_each, half = tile.columns, tile.gated, 4 * tile.warps, tile.columns // 2
 
     @device
-    def copy_weights(w, w_stride, at, step, per_range, k, column0, num_columns):
-        for i in range(pieces):
-            piece = i32(thread_x() + i * threads)
-            line, chunk = i32(piece >> 3), i32(piece & 7)
-            split, row = quotient(line, columns), remainder(line, columns)
-            column = i32(column0 + row)
-            source_row = column
-            if gated:
-                column = i32(column0 + remainder(row, half))
-                source_row = i32(column + quotient(row, half) * num_columns)
-            k_of_range = i32(step * 64 + chunk * 8)
-            at_k = i32(split * per_range + k_of_range)
-            inside = column < num_columns and k_of_range < per_range and at_k < k
-            source = w + i64(source_row) * w_stride + i64(at_k) * 2
-            target = at + line * 128 + ((chunk ^ (line & 7)) << 4)
-            copy16_or_zero(target, source if inside else w, 16 if inside else 0)
+    def line(w, w_stride, i, per_range, column0, num_columns):
+        number = i32((thread_x() >> 3) + i * lines_each)
+        split, row = quotient(number, columns), remainder(number, columns)
+        if gated:
+            column = min(i32(column0 + remainder(row, half)), i32(num_columns - 1))
+            source_row = i32(column + quotient(row, half) * num_columns)
+        else:
+            source_row = min(i32(column0 + row), i32(num_columns - 1))
+        at_k = i32(split * per_range + (thread_x() & 7) * 8)
+        return w + i64(source_row) * w_stride + i64(at_k) * 2
+
+    @device
+    def lines(w, w_stride, per_range, column0, num_columns):
+        return (
+            line(w, w_stride, 0, per_range, column0, num_columns),
+            line(w, w_stride, 1, per_range, column0, num_columns),
+            line(w, w_stride, 2, per_range, column0, num_columns),
+            line(w, w_stride, 3, per_range, column0, num_columns),
+        )
+
+    return lines
+
+
+@device
+def _bytes_left(step, length):
+    """16, or 0 where this thread's piece of the step lies past the range's end."""
+    return i32(16 if step * 64 + (thread_x() & 7) * 8 < length else 0)
+
+
+@device
+def _place():
+    """Where this thread's piece lies within a stage, for lines 0, 8, 16, … after ``thread / 8``."""
+    line = thread_x() >> 3
+    return i32(line * 128 + (((thread_x() ^ line) & 7) << 4))
+
+
+def _copy_weights(tile: MmaTile) -> Any:
+    """Start copying a stage of W, with zeros past the ranges' ends."""
+    piece_bytes, splits = 4 * tile.warps * 128, tile.k_splits
+
+    @device
+    def copy_weights(lines, at, step, per_range, k):
+        target, offset = i32(at + _place()), i64(step) * 128
+        size = _bytes_left(step, min(per_range, k))
+        other = size
+        if splits == 2:  # its second half of the tile's lines
+            other = _bytes_left(step, min(per_range, i32(k - per_range)))
+        copy16_or_zero(target, lines[0] + offset, size)
+        copy16_or_zero(target + piece_bytes, lines[1] + offset, size)
+        copy16_or_zero(target + 2 * piece_bytes, lines[2] + offset, other)
+        copy16_or_zero(target + 3 * piece_bytes, lines[3] + offset, other)
 
     return copy_weights
 
 
 def _copy_rows(tile: MmaTile) -> Any:
     """Start copying a stage of x; rows past ``m`` come as zeros."""
-    rows, splits, threads = tile.rows, tile.k_splits, tile.threads
-    pieces, offset = splits * rows * 8, splits * tile.columns * 128
+    rows, lines, lines_each = tile.rows, tile.k_splits * tile.rows, 4 * tile.warps
+    offset, pieces = tile.k_splits * tile.columns * 128, -(-lines // lines_each)
 
     @device
     def copy_rows(x, x_stride, at, step, per_range, k, m):
-        for piece in range(thread_x(), pieces, threads):
-            line, chunk = i32(piece >> 3), i32(piece & 7)
-            split, row = quotient(line, rows), remainder(line, rows)
-            k_of_range = i32(step * 64 + chunk * 8)
-            at_k = i32(split * per_range + k_of_range)
-            inside = row < m and k_of_range < per_range and at_k < k
-            source = x + i64(row) * x_stride + i64(at_k) * 2
-            target = at + offset + line * 128 + ((chunk ^ (line & 7)) << 4)
-            copy16_or_zero(target, source if inside else x, 16 if inside else 0)
+        target = i32(at + offset + _place())
+        size = _bytes_left(step, min(per_range, k))
+        second = _bytes_left(step, min(per_range, i32(k - per_range)))
+        source = x + i64(step) * 128 + i64(thread_x() & 7) * 16
+        for i in range(pieces):
+            line = i32((thread_x() >> 3) + i * lines_each)
+            if line < lines:
+                split, row = quotient(line, rows), remainder(line, rows)
+                length = i32((second if split > 0 else size) if row < m else 0)
+                begin = i64(row) * x_stride + i64(split * per_range) * 2
+                copy16_or_zero(target + i * lines_each * 128, source + begin, length)
 
     return copy_rows
 
@@ -78,7 +118,7 @@ def _copy_rows(tile: MmaTile) -> Any:
 def _multiply(tile: MmaTile) -> Any:
     """A warp's products of one stage: (accumulators, stage) → accumulators, k ascending."""
     rows, columns = tile.rows, tile.columns
-    warps = 4 // tile.k_splits  # of a range
+    warps = tile.warps // tile.k_splits  # of a range
     offset = tile.k_splits * columns * 128
     load_columns, multiply = ldmatrix_columns(rows, 128), mma_columns(rows)
 
@@ -154,8 +194,12 @@ def make_gemm_step_mma(tile: MmaTile) -> Any:
     """
     rows, columns, splits, stages = tile.rows, tile.columns, tile.k_splits, tile.stages
     stage_bytes, pitch, halves = tile.stage_bytes, tile.pitch, 2 if tile.gated else 1
-    box_rows, warps = columns // halves, 4 // splits
-    copy_weights, copy_rows = _copy_weights(tile), _copy_rows(tile)
+    box_rows, warps = columns // halves, tile.warps // splits
+    weight_lines, copy_weights, copy_rows = (
+        _weight_lines(tile),
+        _copy_weights(tile),
+        _copy_rows(tile),
+    )
     zero, multiply_stage, write = wgmma_zero(rows), _multiply(tile), _write(tile)
     store, ahead = store_accumulators(rows, pitch), stages - 1
     wait, drain = copy_wait(stages - 2), copy_wait(0)
@@ -167,11 +211,12 @@ def make_gemm_step_mma(tile: MmaTile) -> Any:
         launch_dependents()
         base = dynamic_shared()
         column0, num_columns = i32(block_x() * box_rows), quotient(n, halves)
-        per_range = quotient(i32(k + (splits * RANGE_STEP - 1)), splits * RANGE_STEP) * RANGE_STEP
+        per_range = quotient(i32(k + (splits * RANGE_STEP - 1)), splits * RANGE_STEP)
+        per_range = i32(per_range * RANGE_STEP)
         steps = quotient(i32(per_range), 64)
+        lines = weight_lines(w, w_stride, per_range, column0, num_columns)
         for i in range(ahead):  # constants: no need to wait
-            at = i32(base + i * stage_bytes)
-            copy_weights(w, w_stride, at, i, per_range, k, column0, num_columns)
+            copy_weights(lines, i32(base + i * stage_bytes), i, per_range, k)
         wait_prerequisites()
         for i in range(ahead):
             copy_rows(x, x_stride, i32(base + i * stage_bytes), i, per_range, k, m)
@@ -183,7 +228,7 @@ def make_gemm_step_mma(tile: MmaTile) -> Any:
             sync_threads()  # the stage is there for all, and the one before is done with
             total = multiply_stage(total, i32(base + stage * stage_bytes))
             at = i32(base + free * stage_bytes)
-            copy_weights(w, w_stride, at, i + ahead, per_range, k, column0, num_columns)
+            copy_weights(lines, at, i + ahead, per_range, k)
             copy_rows(x, x_stride, at, i + ahead, per_range, k, m)
             copy_commit()
             free = stage

@@ -87,7 +87,7 @@ class StepTile:
 
 @dataclass(frozen=True, slots=True)
 class MmaTile:
-    """A tile of ``gemm_step_mma``: 64 rows of W, or 32 in each of two ranges of K.
+    """A tile of ``gemm_step_mma``: 16 rows of W in one range of K for each warp.
 
     Attributes
     ----------
@@ -99,17 +99,25 @@ class MmaTile:
     k_splits: int
     gated: bool = False
 
-    threads = 128
+    @property
+    def warps(self) -> int:
+        """Many rows of activations are read for more rows of W at once."""
+        return 8 if self.rows >= 64 else 4
+
+    @property
+    def threads(self) -> int:
+        """Of a thread block."""
+        return 32 * self.warps
 
     @property
     def columns(self) -> int:
         """Rows of the weight matrix."""
-        return 64 // self.k_splits
+        return 16 * self.warps // self.k_splits
 
     @property
     def stage_bytes(self) -> int:
         """Shared memory of a stage of 64 k of every range: weights, then activations."""
-        return (64 + self.k_splits * self.rows) * 128
+        return self.k_splits * (self.columns + self.rows) * 128
 
     @property
     def stages(self) -> int:

@@ -106,9 +106,7 @@ def tile_scores(dim: int, keys: int, tiles: int, pitch: int) -> Any:
         zero = [ir.Constant(_FLOAT, 0.0)] * 4
         sums = [[zero] * (keys // 8) for _ in range(tiles)]
         for step in range(dim // 16):
-            a = [
-                _ldmatrix(builder, q, 16 * tile * pitch + 32 * step, "") for tile in range(tiles)
-            ]
+            a = [_ldmatrix(builder, q, 16 * tile * pitch + 32 * step, "") for tile in range(tiles)]
             for pair in range(keys // 16):
                 b = _ldmatrix(builder, k, 16 * pair * pitch + 32 * step, "")
                 for tile in range(tiles):
@@ -223,9 +221,7 @@ def tile_weights(keys: int, tiles: int) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         minus = builder.fmul(args[2], ir.Constant(_FLOAT, -1.0))
-        shifts = [
-            builder.fmul(value, minus) for value in _members(builder, args[1], 2 * tiles)
-        ]
+        shifts = [builder.fmul(value, minus) for value in _members(builder, args[1], 2 * tiles)]
         sums: list[Any] = [None] * (2 * tiles)
         weights = []
         for i, score in enumerate(_members(builder, args[0], tiles * keys // 2)):

@@ -23,6 +23,7 @@ from typing import Any
 import atlas
 from atlas.errors import ClosedError, QueueFullError
 from atlas.event import Event
+from atlas.metrics import OPENMETRICS_CONTENT_TYPE
 
 MAX_HEAD = 16 << 10  # bytes
 MAX_BODY = 1 << 20
@@ -38,8 +39,6 @@ class Server:
 
     def __init__(self, engine: atlas.Engine) -> None:
         self.engine = engine
-        self.draining = False
-        self.counts = dict.fromkeys(("requests", "refused", "cancelled", "generated_tokens"), 0)
         self._connections: set[Any] = set()  # tasks
 
     async def start(self, host: str = "127.0.0.1", port: int = 8000) -> int:
@@ -49,7 +48,6 @@ class Server:
 
     async def stop(self, grace_s: float = 30.0) -> None:
         """Accept nothing more, finish the requests under way, cancel those that take longer."""
-        self.draining = True
         self._listener.close()
         if self._connections:
             _, late = await asyncio.wait(self._connections, timeout=grace_s)
@@ -66,14 +64,13 @@ class Server:
             if (method, path) == ("POST", "/generate"):
                 await self._while_connected(reader, self._generate(writer, *parse(body)))
             elif (method, path) == ("GET", "/health"):
-                respond(writer, 503 if self.draining else 200, {"draining": self.draining})
+                health = self.engine.health()
+                respond(writer, 200 if health.state == "ok" else 503, asdict(health))
             elif (method, path) == ("GET", "/metrics"):
-                lines = [f"atlas_http_{name}_total {n}\n" for name, n in self.counts.items()]
-                respond(writer, 200, "".join(lines))
+                respond(writer, 200, self.engine.openmetrics(), OPENMETRICS_CONTENT_TYPE)
             else:
                 raise HttpError(404, f"{method} {path}")
         except HttpError as error:
-            self.counts["refused"] += 1
             respond(writer, error.args[0], {"error": error.args[1]})
         except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
             pass  # the client has gone, or never said what it wants
@@ -87,7 +84,6 @@ class Server:
         watching = asyncio.create_task(end_of(reader))
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-            self.counts["cancelled"] += not working.done()
         finally:
             working.cancel()
             watching.cancel()
@@ -97,13 +93,11 @@ class Server:
     async def _generate(
         self, writer: asyncio.StreamWriter, prompt: Any, params: atlas.SamplingParams, stream: bool
     ) -> None:
-        self.counts["requests"] += 1
         begun = False
         try:
             # Leaving the generator, also by cancellation, cancels the request.
             async with contextlib.aclosing(self.engine.agenerate(prompt, params)) as events:
                 async for event in events:
-                    self.counts["generated_tokens"] += len(event.token_ids)
                     if not stream and event.is_last:
                         respond(writer, 500 if event.error else 200, as_json(event))
                     elif stream:
@@ -173,9 +167,10 @@ def head(status: int, kind: str, *more: str) -> bytes:
     return "\r\n".join((*fields, "Connection: close", "", "")).encode()
 
 
-def respond(writer: asyncio.StreamWriter, status: int, content: object) -> None:
+def respond(
+    writer: asyncio.StreamWriter, status: int, content: Any, kind: str = "application/json"
+) -> None:
     """Write a whole response: a text as it is, anything else as JSON."""
-    kind = "text/plain" if isinstance(content, str) else "application/json"
     body = (content if isinstance(content, str) else json.dumps(content)).encode()
     writer.write(head(status, kind, f"Content-Length: {len(body)}") + body)
 

@@ -47,7 +47,7 @@ def library_errors(what: str) -> Iterator[None]:
     except BaseException as error:
         # A Rust panic arrives as a BaseException whose class cannot be imported.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise TokenizerError(f"{what}: {error}") from error
+            raise TokenizerError(f"{what}: {' '.join(str(error).split())}") from error
         raise
 
 

@@ -127,7 +127,7 @@ class StepLoop:
             self._carry_out(plan)
         finally:
             if self.scheduler.num_outstanding:
-                self._give_up_step()
+                self._give_up_step(moved=False)
             self._forget_retired()
         self.num_steps += 1
         self.last_step_end_s = time.perf_counter()
@@ -149,12 +149,15 @@ class StepLoop:
             if not isinstance(error, AtlasError):
                 raise
         else:
-            with interrupts_deferred():
-                self._settle(plan, choices)
+            try:
+                with interrupts_deferred():
+                    self._settle(plan, choices)
+            finally:
+                if self.scheduler.num_outstanding:
+                    self._give_up_step(moved=True)
         finally:
-            if not self.scheduler.num_outstanding:
-                for handle, reason in (lost or {}).items():
-                    self._lose(handle, reason)
+            for handle, reason in (lost or {}).items():
+                self._lose(handle, reason)
 
     def _abandon(self, plan: Plan, error: BaseException) -> None:
         """Commit nothing of a step that failed. A kernel's fault ends the requests in it."""
@@ -168,10 +171,10 @@ class StepLoop:
             for handle in plan.entries["handle"].tolist():
                 self._end(handle, error)
 
-    def _give_up_step(self) -> None:
-        """An interrupt came between plan and commit, where no token may be taken back.
+    def _give_up_step(self, *, moved: bool) -> None:
+        """Commit nothing of a step that broke off where no token may be taken back.
 
-        The step's requests end, and the scheduler can go on.
+        Its requests end, and so do those whose blocks were to move and did not.
         """
         nothing = np.zeros(self._max_running, np.int32)
         ends = np.full(self._max_running, FinishReason.ERROR, np.int32)
@@ -179,9 +182,10 @@ class StepLoop:
         plan = self.scheduler.commit(step_id, nothing, nothing, ends, now_us=_now_us())
         self._report_refused(plan)
         for handle in plan.entries["handle"].tolist():
-            self._end(handle, AtlasError("interrupted while the step's tokens were kept"))
-        for handle in plan.actions["handle"].tolist():
-            self._lose(handle, AtlasError("interrupted while its blocks moved"))
+            self._end(handle, AtlasError("the step broke off while its tokens were kept"))
+        if not moved:
+            for handle in plan.actions["handle"].tolist():
+                self._lose(handle, AtlasError("the step broke off before its blocks moved"))
 
     def _choose_all(self, plan: Plan) -> list[list[Choice]]:
         """Each entry's tokens, or the error that ends its request; nothing is kept yet.

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas import Engine
+from atlas.cli.bench import measure
 from atlas.errors import InvalidArgumentError, KvExhausted
 from atlas.load_test import Lengths, Load, LoadTest, Spread, arrivals
 from tests.cli.outcome import Command
@@ -229,3 +230,9 @@ def test_bench_itself_is_as_before(atlas_command: Command, folder: Path) -> None
     assert json.loads(done.out)["decode_tok_s"] > 0
     assert "bench serve" in atlas_command("bench", "--help").out
     assert "atlas bench serve" in atlas_command("bench", "serve", "--help").out
+
+
+def test_bench_measures_prompts_that_no_cache_holds(engine: Engine) -> None:
+    before = engine.metrics().cached_tokens
+    measure(engine, 64, 2, 3)
+    assert engine.metrics().cached_tokens == before

@@ -112,3 +112,22 @@ def test_a_closed_pipe_ends_quietly(mixed_gguf: Path) -> None:
     child.stdout.close()
     _, err = child.communicate()
     assert (child.returncode, err) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ("info FILE >&-", 1, "error: standard output is closed"),
+        ("generate - <&-", InvalidArgumentError.code, "error: the prompt is empty"),
+        ("chat <&-", 0, ""),
+    ],
+)
+def test_closed_standard_streams(
+    mixed_gguf: Path, smollm2: str, arguments: str, status: int, message: str
+) -> None:
+    command = arguments.replace("FILE", str(mixed_gguf))
+    python = f"{sys.executable} -c 'from atlas.cli import main; main()' {command}"
+    done = subprocess.run(["sh", "-c", python], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == bool(message)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atlas import Engine, SamplingParams
-from atlas.errors import InvalidArgumentError, ModelBusyError, SequenceStateError
+from atlas.errors import InvalidArgumentError, ModelBusyError, OutOfMemoryError, SequenceStateError
 from atlas.event import Event
 from atlas.request import Completion
 from tests.engine.conftest import num_taken
@@ -123,6 +123,21 @@ def test_more_forks_than_places_to_run(folder: Path) -> None:
         forks = [engine.fork(parent) for _ in range(4)]
         done = run_out(engine)
         assert all(done[name].samples == plain.samples for name in [parent, *forks])
+        assert num_taken(engine) == 0
+
+
+def test_a_fork_without_a_place_leaves_nothing(folder: Path) -> None:
+    """It cannot wait either: on generated blocks it could not be rebuilt from its tokens."""
+    with Engine(folder, threads=1, quiet=True, max_running=1) as engine:
+        turn = [*PROMPT, *engine.generate(PROMPT, GREEDY).token_ids, 9]
+        plain = engine.generate(turn, SAMPLED)
+        parent = engine.submit(turn, SAMPLED)
+        advance(engine, 3)
+        for _ in range(2):  # the id is free again
+            with pytest.raises(OutOfMemoryError, match="cannot be rebuilt"):
+                engine.fork(parent, new_id="twin")
+        done = run_out(engine)
+        assert {name: c.samples for name, c in done.items()} == {parent: plain.samples}
         assert num_taken(engine) == 0
 
 

@@ -13,6 +13,7 @@ import pytest
 from atlas import Engine, SamplingParams
 from atlas.errors import InvalidArgumentError, OutOfMemoryError
 from atlas.model import load, memory
+from atlas.model.load import MAX_THREADS
 from tests.engine.folders import write_model
 
 SIZES = ("threads", "max_seq_len", "kv_tokens")
@@ -41,7 +42,7 @@ def test_max_seq_len_is_at_most_the_models(folder: Path, value: int) -> None:
 
 @pytest.mark.parametrize("value", [1025, 2**40])
 def test_threads_are_bounded(folder: Path, value: int) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"threads is {value}; allowed: 1 … 1024"):
+    with pytest.raises(InvalidArgumentError, match=f"threads is {value}; allowed: 1 … {MAX_THREADS}"):
         Engine(folder, threads=value)
 
 

@@ -1,14 +1,11 @@
-"""Requests and events: submit, step, poll, cancel, the owner thread, async generators."""
+"""Requests and events: submit, step, cancel, priorities, samples and refusals."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,17 +14,16 @@ from atlas.errors import (
     ClosedError,
     InvalidArgumentError,
     KvExhausted,
-    ModelBusyError,
     PromptTooLongError,
     QueueFullError,
 )
 from atlas.event import Event
 from tests.composition.harness import Recorder, assert_balanced
+from tests.engine.events import PATIENCE_S, drain, token_ids
 
 PROMPT = [5, 6, 7]
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 SAMPLED = PARAMS.replace(temperature=0.9, seed=5)
-_PATIENCE_S = 30
 
 
 @pytest.fixture(scope="module")
@@ -43,30 +39,6 @@ def engine(module_engine: Engine) -> Iterator[Engine]:
     module_engine.stop()
     assert module_engine.poll() == []
     assert_balanced(module_engine)
-
-
-def drain(engine: Engine) -> list[Event]:
-    """Step until nothing is left."""
-    events: list[Event] = []
-    while engine.has_unfinished():
-        events += engine.step()
-    return events + engine.step()
-
-
-def wait_for(engine: Engine, count: int) -> list[Event]:
-    """Poll until ``count`` requests have ended."""
-    events: list[Event] = []
-    deadline = time.monotonic() + _PATIENCE_S
-    while sum(event.is_last for event in events) < count:
-        assert time.monotonic() < deadline, f"{count} requests do not end"
-        events += engine.poll(0.5)
-    return events
-
-
-def token_ids(events: list[Event], request_id: str, index: int = 0) -> tuple[int, ...]:
-    """The ids that a sample's events carried, in order."""
-    mine = [event for event in events if (event.request_id, event.index) == (request_id, index)]
-    return tuple(token for event in mine for token in event.token_ids)
 
 
 # -- events ---------------------------------------------------------------------------------------
@@ -281,7 +253,7 @@ def test_a_closed_engine_refuses_and_its_requests_end(folder: Path) -> None:
         while not engine.has_unfinished():
             time.sleep(0.001)
         engine.close()
-        assert isinstance(running.exception(_PATIENCE_S), ClosedError)
+        assert isinstance(running.exception(PATIENCE_S), ClosedError)
     for call in (
         lambda: engine.submit(PROMPT, PARAMS),
         lambda: engine.cancel("x"),
@@ -295,194 +267,3 @@ def test_a_closed_engine_refuses_and_its_requests_end(folder: Path) -> None:
             call()
     engine.stop()
     engine.close()
-
-
-# -- the owner thread -----------------------------------------------------------------------------
-
-
-def test_the_owner_thread_steps(engine: Engine) -> None:
-    expected = engine.generate(PROMPT, SAMPLED).token_ids
-    engine.start()
-    engine.start()
-    with pytest.raises(ModelBusyError, match="paused"):
-        _ = engine.model
-    with pytest.raises(ModelBusyError, match="owner thread runs"):
-        engine.step()
-    names = [engine.submit(PROMPT, SAMPLED) for _ in range(3)]
-    events = wait_for(engine, 3)
-    assert [token_ids(events, name) for name in names] == [expected] * 3
-    assert engine.generate(PROMPT, SAMPLED).token_ids == expected
-    streamed = [token for delta in engine.stream(PROMPT, SAMPLED) for token in delta.token_ids]
-    assert tuple(streamed) == expected
-    assert engine.poll(0.01) == []
-    engine.stop()
-    engine.stop()
-    assert engine.model is not None
-
-
-def test_stopping_keeps_requests(engine: Engine) -> None:
-    expected = engine.generate(PROMPT, SAMPLED.replace(max_tokens=200)).token_ids
-    engine.start()
-    name = engine.submit(PROMPT, SAMPLED.replace(max_tokens=200))
-    events = engine.poll()
-    engine.stop()
-    assert engine.has_unfinished()
-    events += drain(engine)
-    assert token_ids(events, name) == expected
-
-
-def test_the_model_by_hand_while_the_owner_is_paused(engine: Engine) -> None:
-    long = PARAMS.replace(max_tokens=200)
-    expected = engine.generate(PROMPT, long).token_ids
-    engine.start()
-    name = engine.submit(PROMPT, long)
-    events = engine.poll()
-    with engine.paused() as model:
-        assert engine.model is model  # the pause is this thread's
-        seq = model.lifecycle.alloc_sequence()
-        view = model.forward.prefill(PROMPT, seq)
-        assert view is not None
-        mine = [model.logits.argmax(view)]
-        steps = engine._loop.num_steps
-        while len(mine) < 5:
-            view = model.forward.decode(mine[-1], seq)
-            assert view is not None
-            mine.append(model.logits.argmax(view))
-        assert engine._loop.num_steps == steps
-        model.lifecycle.free_sequence(seq)
-        with ThreadPoolExecutor(1) as other:
-            refused = other.submit(lambda: engine.model).exception(_PATIENCE_S)
-        assert isinstance(refused, ModelBusyError)
-    assert tuple(mine) == expected[:5]
-    events += wait_for(engine, 1)
-    assert token_ids(events, name) == expected
-
-
-def test_many_threads_submit_and_cancel(engine: Engine) -> None:
-    expected = {i: engine.generate([i, 9], SAMPLED).token_ids for i in range(3, 9)}
-    engine.start()
-
-    def client(i: int) -> list[str]:
-        names = [engine.submit([i, 9], SAMPLED, user=i) for _ in range(10)]
-        engine.cancel(engine.submit([i], PARAMS.replace(max_tokens=300), user="cancelled"))
-        return names
-
-    with ThreadPoolExecutor(6) as executor:
-        names = [name for batch in executor.map(client, expected) for name in batch]
-    events = wait_for(engine, 66)
-    for event in events:
-        if event.is_last and event.user != "cancelled":
-            assert token_ids(events, event.request_id) == expected[event.user]  # type: ignore[index]
-    ends = {event.request_id: event.finish_reason for event in events if event.is_last}
-    assert [ends.pop(name) for name in names] == ["length"] * 60
-    assert set(ends.values()) == {"cancelled"}
-
-
-def test_two_threads_may_step(engine: Engine) -> None:
-    params = SAMPLED.replace(max_tokens=40)
-    expected = engine.generate(PROMPT, params).token_ids
-    names = [engine.submit(PROMPT, params) for _ in range(4)]
-    start = threading.Barrier(2)
-
-    def stepping() -> list[tuple[float, Event]]:
-        start.wait()
-        seen: list[tuple[float, Event]] = []
-        while engine.has_unfinished():
-            seen += [(time.perf_counter(), event) for event in engine.step()]
-        return seen
-
-    with ThreadPoolExecutor(2) as executor:
-        parts = [executor.submit(stepping) for _ in range(2)]
-        both = [item for part in parts for item in part.result(_PATIENCE_S)]
-    for name in names:
-        mine = [event for _, event in both if event.request_id == name]
-        assert sorted(token for event in mine for token in event.token_ids) == sorted(expected)
-        assert sum(event.is_last for event in mine) == 1
-
-
-# -- asyncio --------------------------------------------------------------------------------------
-
-
-def test_agenerate(engine: Engine) -> None:
-    params = SAMPLED.replace(n=2)
-    expected = engine.generate(PROMPT, params)
-
-    async def one(tag: int) -> list[Event]:
-        return [event async for event in engine.agenerate(PROMPT, params, user=tag)]
-
-    async def program() -> list[list[Event]]:
-        return await asyncio.gather(*(one(tag) for tag in range(5)))
-
-    for tag, events in enumerate(asyncio.run(program())):
-        assert {event.user for event in events} == {tag}
-        name = events[0].request_id
-        for sample in expected.samples:
-            assert token_ids(events, name, sample.index) == sample.token_ids
-        assert events[-1].completion is not None
-    assert engine.poll(0) == []  # private events are nobody else's
-
-
-def test_leaving_agenerate_cancels_within_a_chunk(folder: Path) -> None:
-    prompt = [3 + i % 190 for i in range(480)]
-    with Engine(folder, threads=1, quiet=True, chunk_tokens=8, kv_tokens=2048) as engine:
-        at_cancel: list[int] = []
-
-        async def reader(index: int) -> None:
-            async for _ in engine.agenerate(prompt, PARAMS.replace(max_tokens=20)):
-                raise AssertionError("the prompt should not be done")
-
-        async def writer() -> None:
-            stream = engine.agenerate(PROMPT, PARAMS.replace(max_tokens=400))
-            async for event in stream:
-                if event.token_ids:
-                    break
-            await stream.aclose()  # type: ignore[attr-defined]
-            at_cancel.append(engine._loop.num_steps)
-
-        async def program() -> None:
-            readers = [asyncio.create_task(reader(i)) for i in range(3)]
-            await writer()
-            for task in readers:
-                task.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
-            at_cancel.append(engine._loop.num_steps)
-            while engine.has_unfinished():
-                await asyncio.sleep(0.001)
-            at_cancel.append(engine._loop.num_steps)
-
-        asyncio.run(program())
-        assert at_cancel[2] - at_cancel[1] <= 2  # the one under way, and the next
-        assert at_cancel[2] < len(prompt) // 8
-        engine.stop()
-        assert_balanced(engine)
-
-
-def wait_until_idle(engine: Engine) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while engine.has_unfinished():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def test_an_event_loop_that_ends_early_harms_nobody(engine: Engine) -> None:
-    async def program() -> Any:
-        stream = engine.agenerate(PROMPT, PARAMS.replace(max_tokens=300, n=3))
-        return await anext(stream)
-
-    for _ in range(5):
-        assert isinstance(asyncio.run(program()), Event)
-    assert len(engine.generate(PROMPT, PARAMS).token_ids) == 8
-    wait_until_idle(engine)
-    assert engine._driver.owned
-
-
-def test_an_event_loop_closed_under_a_generator(engine: Engine) -> None:
-    loop = asyncio.new_event_loop()
-    stream = engine.agenerate(PROMPT, PARAMS.replace(max_tokens=500, n=30), request_id="left")
-    assert isinstance(loop.run_until_complete(anext(stream)), Event)
-    with engine.paused():  # the loop closes while much is still to be sent
-        loop.close()
-    wait_until_idle(engine)
-    assert engine._driver.failure is None
-    assert engine._driver.owned
-    assert len(engine.generate(PROMPT, PARAMS).token_ids) == 8

@@ -155,6 +155,25 @@ def test_a_cancelled_restore_leaves_nothing(engine: Engine, tmp_path: Path) -> N
     assert engine._loop.store.nbytes == 0
 
 
+def test_a_restored_request_that_never_fits_leaves_nothing(
+    engine: Engine, folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "session"
+    name = engine.submit(PROMPT, GREEDY)
+    advance(engine, 5)
+    engine.save(name, path)
+    with Engine(folder, threads=1, kv_tokens=32, max_seq_len=512, quiet=True) as small:
+        for _ in range(2):  # the id is free again
+            with pytest.raises(KvExhausted, match="the pool has 2"):
+                small.restore(path, request_id="one")
+        assert not small.has_unfinished()
+        assert small.metrics().spilled_bytes == 0
+    engine.restore(path, request_id="one")
+    with pytest.raises(InvalidArgumentError, match="'one' is in use"):
+        engine.restore(path, request_id="one")
+    run_out(engine)
+
+
 def test_what_cannot_be_saved(engine: Engine, tmp_path: Path) -> None:
     path = tmp_path / "session"
     with pytest.raises(InvalidArgumentError, match="'nobody' is not live"):

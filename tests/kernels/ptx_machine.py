@@ -23,6 +23,7 @@ WARP = 32
 _BASE = 1 << 20
 _GUARD = 256  # bytes between allocations
 Array = np.ndarray[Any, Any]
+_NOTHING_TO_DO = ("griddepcontrol.launch_dependents", "bar.warp.sync", "fence.acq_rel.gpu")
 
 
 @dataclass
@@ -199,7 +200,7 @@ class _Block:
             self._write(operands[0], self._read(operands[1])[lane], active)
         elif name == "mov":
             self._move(parts, operands, active)
-        elif name != "fence" and opcode not in ("griddepcontrol.launch_dependents", "bar.warp.sync"):
+        elif opcode not in _NOTHING_TO_DO:
             sources = [self._read(operand) for operand in operands[1:]]
             self._write(operands[0], _compute(parts, sources), active)
 
@@ -278,11 +279,10 @@ class _Block:
                 raw = self._read(name)[active].copy().view(np.uint8).reshape(-1, 8)
                 data[piece] = raw[:, :size]
 
-
     def _address(self, text: str) -> Array:
         """Of an operand, a register with an offset perhaps."""
         register, _, offset = text.strip("[]").partition("+")
-        return self._read(register) + np.uint64(int(offset or 0))
+        return self._read(register.strip()) + np.uint64(int(offset or 0))
 
     def _tensor(self, name: str, parts: list[str], operands: list[str], active: Array) -> None:
         targets, sources = _names(operands[0]), [_names(operand) for operand in operands[1:]]
@@ -431,6 +431,10 @@ def _compute(parts: list[str], sources: list[Array]) -> Array:
         return _raw(numbers[0].astype(np.int64) * numbers[1].astype(np.int64), wide)
     if name == "mad":
         return _raw(numbers[0] * numbers[1] + numbers[2], kind)
+    if name == "bfi":
+        field, word, start, length = sources
+        mask = _ones(length) << start
+        return _raw(_typed(word & ~mask | field << start & mask, kind), kind)
     if name == "fma":
         return _raw(_fused(*numbers, down=parts[1] == "rm"), kind)
     table = _UNARY if len(numbers) == 1 else _BINARY

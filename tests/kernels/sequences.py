@@ -9,8 +9,6 @@ import numpy as np
 from atlas.ops import OPS
 from tests.kernels.launches import Bench, Buffer, rounded
 
-SPLIT = 256
-
 
 @dataclass
 class Sequences:
@@ -73,6 +71,8 @@ def decode(
     workers: int = 2,
 ) -> np.ndarray:  # fmt: skip
     """Run the kernel for the positions ``rows[n]`` of each sequence; out, row after row."""
+    from atlas_kernels.attention_decode import SPLIT
+
     chosen = [(n, at) for n, positions in enumerate(rows) for at in positions]
     q = bench.put(np.stack([given.every_q[n][at] for n, at in chosen]), "bf16", pad=8)
     out = bench.empty((len(chosen), given.heads, given.dim), "bf16", pad=24)

@@ -18,9 +18,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("given", "chunks", "form"), CASES, ids=[case[2] for case in CASES])
-def test_prefill(
-    bench: Bench, given: Sequences, chunks: list[tuple[int, int]], form: str
-) -> None:
+def test_prefill(bench: Bench, given: Sequences, chunks: list[tuple[int, int]], form: str) -> None:
     got = prefill(bench, given, put_pools(bench, given), chunks, form)
     want = given.definition([(n, at) for n, chunk in enumerate(chunks) for at in range(*chunk)])
     close(got, want, "bf16", 4e-3)

@@ -186,9 +186,7 @@ class TestOnTheGpu:
 
     @pytest.mark.parametrize("family", ["narrow", "wide"])
     @pytest.mark.parametrize("spread", [0, 15])
-    def test_both_kernels_give_the_same_bits(
-        self, device: Bench, family: str, spread: int
-    ) -> None:
+    def test_both_kernels_give_the_same_bits(self, device: Bench, family: str, spread: int) -> None:
         product = Product(device, 512, 4096)
         x, w = (_normal(m, 4096, seed=spread) for m in (128, 512))
         powers = np.random.default_rng(0).integers(-spread, spread + 1, (640, 4096))

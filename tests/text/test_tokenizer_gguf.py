@@ -308,8 +308,9 @@ def test_text_without_a_byte_token_is_refused_and_not_dropped() -> None:
     ],
 )
 def test_damaged_metadata_is_refused_by_name(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(TokenizerError, match=message):
+    with pytest.raises(TokenizerError, match=message) as caught:
         Tokenizer.from_gguf(byte_level_metadata(**change))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
+    # Python leaves out the standard streams that are closed when it starts.
+    if sys.stdout is None:
+        return _report("standard output is closed; allowed: a file, a pipe or a terminal", 1)
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - for the whole process
     context = None
     try:
         with atlas.make_context("atlas", list(arguments)) as context:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import prod
@@ -35,7 +36,8 @@ _PIECE_ROWS = 128  # more are no faster, and fewer pages of the buffers are touc
 _LOGITS_ROWS = 64
 _MAX_RUNNING = 32
 _MAX_PREFILLS = 16
-MAX_THREADS = 1024
+# Far more threads than CPUs only wait for each other at every barrier.
+MAX_THREADS = max(16, 4 * len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from atlas.errors import ShapeError
@@ -30,14 +32,20 @@ def match_dims(*pairs: object, dtype: object = None) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     for spec, array in zip(pairs[::2], pairs[1::2], strict=True):
-        names = str(spec).split()
+        names = _parsed(str(spec))
         shape: tuple[int, ...] = array.shape  # type: ignore[attr-defined]
         if len(shape) != len(names):
             raise ShapeError(f"expected [{spec}], got shape {shape}")
-        for name, size in zip(names, shape, strict=True):
-            expected = int(name) if name.isdigit() else sizes.setdefault(name, size)
+        for (name, literal), size in zip(names, shape, strict=True):
+            expected = sizes.setdefault(name, size) if literal is None else literal
             if size != expected:
                 raise ShapeError(f"{name} is {expected}, but [{spec}] has shape {shape}")
         if dtype is not None and array.dtype != np.dtype(dtype):  # type: ignore
             raise ShapeError(f"[{spec}] has dtype {array.dtype}, allowed: {np.dtype(dtype)}")  # type: ignore
     return sizes
+
+
+@cache  # a model's specifications are few, and a step's recording states each many times
+def _parsed(spec: str) -> tuple[tuple[str, int | None], ...]:
+    """Names of a specification, each with its size where it is a literal."""
+    return tuple((name, int(name) if name.isdigit() else None) for name in spec.split())
