@@ -38,7 +38,8 @@ class StepGemm:
     """Launches the kernels on torch tensors; keeps their tensor maps on the device."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self.gpu, self.maps, self.kept = gpu, {}, []
+        self.gpu, self.maps = gpu, {}
+        self.encoded = torch.empty((8192, 128), device="cuda", dtype=torch.uint8)
         self.stream = torch.cuda.ExternalStream(int(gpu.stream.handle))
 
     def map(self, matrix: Tensor, box_rows: int) -> int:
@@ -47,9 +48,10 @@ class StepGemm:
         key = (matrix.data_ptr(), rows, k, box_rows)
         if key not in self.maps:
             encoded = self.gpu.tensor_map(matrix.data_ptr(), (rows, k), (box_rows, 64))
-            self.kept.append(torch.frombuffer(bytearray(encoded), dtype=torch.uint8).cuda())
+            place = self.encoded[len(self.maps)]
+            place.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
             torch.cuda.synchronize()
-            self.maps[key] = self.kept[-1].data_ptr()
+            self.maps[key] = place.data_ptr()
         return self.maps[key]
 
     def __call__(

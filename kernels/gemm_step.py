@@ -252,10 +252,10 @@ def make_gemm_step(tile: StepTile) -> Any:
         if thread == consumers:
             begin(map_w, base, k0, steps, column0, num_columns)
         sync_blocks()  # the barriers are ready, in every thread block of the cluster
+        wait_prerequisites()  # x, residual and what out held are other kernels'
         if thread < consumers:
             consume(base, steps, thread)
-        wait_prerequisites()  # x, residual and what out held are other kernels'
-        if thread == consumers:
+        elif thread == consumers:
             produce(map_w, map_x, base, k0, steps, column0, num_columns)
         sync_blocks()
         write(

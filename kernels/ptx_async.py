@@ -49,6 +49,12 @@ barrier_expect = instruction("", "r r", "mbarrier.arrive.expect_tx.shared::cta.b
 """Arrive, and let the phase wait for a number of bytes as well: (barrier, bytes)."""
 barrier_arrive = instruction("", "r", "mbarrier.arrive.shared::cta.b64 _, [$0];")
 """Arrive, releasing this thread's shared reads and writes."""
+barrier_arrive_if = instruction(
+    "",
+    "r r",
+    "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
+)
+"""The same if the second argument is not 0, without a branch."""
 barrier_arrive_cluster = instruction("", "r", "mbarrier.arrive.shared::cluster.b64 _, [$0];")
 """Arrive at a barrier of another thread block (``map_rank``). The form with ``.release.cluster``
 costs a fence of 0.7 µs on an H200."""

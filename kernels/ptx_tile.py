@@ -210,28 +210,55 @@ def tile_maximum(keys: int, tiles: int) -> Any:
     return typed_intrinsic(rows(scores, rows), codegen)
 
 
+def _weights(
+    builder: Any, scores: list[Any], maxima: list[Any], factor: Any, keys: int
+) -> tuple[list[Any], list[Any]]:
+    """2^((score − maximum) · factor), and the lane's sums of them."""
+    minus = builder.fmul(factor, ir.Constant(_FLOAT, -1.0))
+    shifts = [builder.fmul(value, minus) for value in maxima]
+    sums: list[Any] = [None] * len(maxima)
+    weights = []
+    for i, score in enumerate(scores):
+        row = _row(i, keys)
+        weight = _exp2(builder, builder.fma(score, factor, shifts[row]))
+        sums[row] = weight if sums[row] is None else builder.fadd(sums[row], weight)
+        weights.append(weight)
+    return weights, sums
+
+
 @cache
-def tile_weights(keys: int, tiles: int) -> Any:
-    """(scores, maxima, factor) → 2^((score − maximum) · factor) as A words, and the lane's sums.
+def tile_exponentials(keys: int, tiles: int) -> Any:
+    """(scores, maxima, factor) → 2^((score − maximum) · factor), and the lane's sums.
 
     The sums are of the float32 weights, keys ascending; a lane has its own columns alone.
     """
+    scores, rows = _floats(tiles * keys // 2), _floats(2 * tiles)
+    result = types.Tuple((scores, rows))
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        flat = _members(builder, args[0], tiles * keys // 2)
+        maxima = _members(builder, args[1], 2 * tiles)
+        weights, sums = _weights(builder, flat, maxima, args[2], keys)
+        parts = [
+            context.make_tuple(builder, scores, weights),
+            context.make_tuple(builder, rows, sums),
+        ]
+        return context.make_tuple(builder, result, parts)
+
+    return typed_intrinsic(result(scores, rows, f32), codegen)
+
+
+@cache
+def tile_weights(keys: int, tiles: int) -> Any:
+    """``tile_exponentials`` with the weights as A words, rounded to bf16."""
     scores, words, rows = _floats(tiles * keys // 2), _ints(tiles * keys // 4), _floats(2 * tiles)
     result = types.Tuple((words, rows))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        minus = builder.fmul(args[2], ir.Constant(_FLOAT, -1.0))
-        shifts = [builder.fmul(value, minus) for value in _members(builder, args[1], 2 * tiles)]
-        sums: list[Any] = [None] * (2 * tiles)
-        weights = []
-        for i, score in enumerate(_members(builder, args[0], tiles * keys // 2)):
-            row = _row(i, keys)
-            weight = _exp2(builder, builder.fma(score, args[2], shifts[row]))
-            sums[row] = weight if sums[row] is None else builder.fadd(sums[row], weight)
-            weights.append(weight)
-        packed = [
-            _pack(builder, weights[i], weights[i + 1]) for i in range(0, tiles * keys // 2, 2)
-        ]
+        flat = _members(builder, args[0], tiles * keys // 2)
+        maxima = _members(builder, args[1], 2 * tiles)
+        weights, sums = _weights(builder, flat, maxima, args[2], keys)
+        packed = [_pack(builder, weights[i], weights[i + 1]) for i in range(0, len(weights), 2)]
         parts = [
             context.make_tuple(builder, words, packed),
             context.make_tuple(builder, rows, sums),

@@ -15,6 +15,7 @@ MODULES = (
     "argmax",
     "attention_decode",
     "attention_prefill",
+    "attention_prefill_wgmma",
     "cast",
     "embedding",
     "gemm_step",

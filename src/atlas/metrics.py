@@ -211,7 +211,7 @@ def openmetrics(metrics: Metrics) -> str:
             "Samples that ended, by reason.",
             _by("reason", metrics.finished, "_total"),
         ),
-        _latency("time_to_first_token", "From submit.", metrics.time_to_first_token_s),
+        _latency("time_to_first_token", "From submit to it.", metrics.time_to_first_token_s),
         _latency("inter_token", "Between two tokens of a sample.", metrics.inter_token_s),
         _latency("request", "From submit to a request's end.", metrics.request_s),
     ]

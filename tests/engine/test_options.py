@@ -42,7 +42,8 @@ def test_max_seq_len_is_at_most_the_models(folder: Path, value: int) -> None:
 
 @pytest.mark.parametrize("value", [1025, 2**40])
 def test_threads_are_bounded(folder: Path, value: int) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"threads is {value}; allowed: 1 … {MAX_THREADS}"):
+    allowed = f"threads is {value}; allowed: 1 … {MAX_THREADS}"
+    with pytest.raises(InvalidArgumentError, match=allowed):
         Engine(folder, threads=value)
 
 

@@ -219,26 +219,27 @@ cdef class Sequence:
     def share(self, Sequence source not None):
         """Make a sequence without positions stand where ``source`` does, on the same blocks.
 
-        Blocks reserved in their place are returned.
+        Returns the blocks that were reserved in their place, a list, with their references.
         """
         cdef int64_t held = (source.seq_len + self.block_size - 1) // self.block_size
         cdef int64_t i
+        cdef list displaced
         self.check()
         source.check()
         if self.seq_len:
             raise SequenceStateError("only a sequence without positions can share another's")
         if source.pool is not self.pool or source.block_size != self.block_size:
             raise InvalidArgumentError("the two sequences do not use one pool")
+        displaced = [self._blocks[i] for i in range(min(held, self._num_blocks))]
         self.grow_block_table(held)
         self.append(source._tokens, source._num_tokens)
         for i in range(held):
             self.pool.hold(source._blocks[i])
-            if i < self._num_blocks:
-                self.pool.let_go(self._blocks[i])
             self._blocks[i] = source._blocks[i]
         self._num_blocks = max(self._num_blocks, held)
         self.prompt_len = source.prompt_len
         self.kv_valid_tokens = source.kv_valid_tokens
+        return displaced
 
     def shared_block(self):
         """Index of the block that the next position is in, if others hold it too; else -1."""

@@ -48,38 +48,66 @@ def reserve(core: ModelCore, seq: SequenceState, num_positions: int) -> Replaced
     return Replaced(seq, index, native.replace_block(index, copy))
 
 
-@contextmanager
-def room(core: ModelCore, seqs: Sequence[SequenceState], counts: Sequence[int]) -> Iterator[None]:
-    """What ``ModelCore.room`` does."""
-    before = [
-        (seq.seq_len, seq.prompt_len, seq.kv_valid_tokens, seq.native.num_blocks) for seq in seqs
-    ]
-    replaced: list[Replaced] = []
-    try:
-        for seq, count in zip(seqs, counts, strict=True):
+class Taken:
+    """What a step takes for its sequences: kept once it has run, given back if it fails."""
+
+    def __init__(self, core: ModelCore, seqs: Sequence[SequenceState]) -> None:
+        self._core = core
+        self._seqs = seqs
+        self._before = [
+            (seq.seq_len, seq.prompt_len, seq.kv_valid_tokens, seq.native.num_blocks)
+            for seq in seqs
+        ]
+        self._replaced: list[Replaced] = []
+        self._displaced: list[int] = []  # reserved blocks in whose place shared ones came
+
+    def take(self, counts: Sequence[int]) -> None:
+        """Prefixes that were found, then blocks for ``counts[i]`` positions from the start on."""
+        for seq, count in zip(self._seqs, counts, strict=True):
             end = seq.seq_len + count
             if seq.prefix is not None:
-                seq.native.share(seq.prefix)
-            copied = reserve(core, seq, end)
-            if copied is not None:
-                replaced.append(copied)
-        yield
-    except BaseException:
+                self._displaced += seq.native.share(seq.prefix)
+            replaced = reserve(self._core, seq, end)
+            if replaced is not None:
+                self._replaced.append(replaced)
+
+    def keep(self) -> None:
+        """Drop the references that undoing would have needed."""
+        for _, _, block in self._replaced:
+            self._core.blocks.release(block)
+        for block in self._displaced:
+            self._core.blocks.release(block)
+        for seq in self._seqs:
+            if seq.prefix is not None:
+                seq.prefix.release()
+                seq.prefix = None
+
+    def undo(self) -> None:
+        """Lengths, tokens and blocks as before, backwards: the pool is a stack."""
+        core = self._core
         for seq, (length, prompt_len, kv_valid_tokens, num_blocks) in zip(
-            seqs, before, strict=True
+            reversed(self._seqs), reversed(self._before), strict=True
         ):
             if seq.seq_len != length:
                 seq.native.rewind(length)
             seq.native.prompt_len, seq.native.kv_valid_tokens = prompt_len, kv_valid_tokens
             seq.native.trim(num_blocks)
-        for seq, place, block in replaced:
+        for seq, place, block in self._replaced:
             core.blocks.release(seq.native.replace_block(place, block))
-        for seq, (_, _, _, num_blocks) in zip(seqs, before, strict=True):
+        for block in reversed(self._displaced):
+            core.blocks.release(block)
+        for seq, (_, _, _, num_blocks) in zip(self._seqs, self._before, strict=True):
             seq.native.reserve(num_blocks * core.pools.block_size)
+
+
+@contextmanager
+def room(core: ModelCore, seqs: Sequence[SequenceState], counts: Sequence[int]) -> Iterator[None]:
+    """What ``ModelCore.room`` does."""
+    taken = Taken(core, seqs)
+    try:
+        taken.take(counts)
+        yield
+    except BaseException:
+        taken.undo()
         raise
-    for _, _, block in replaced:
-        core.blocks.release(block)
-    for seq in seqs:
-        if seq.prefix is not None:
-            seq.prefix.release()
-            seq.prefix = None
+    taken.keep()
