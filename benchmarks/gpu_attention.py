@@ -32,6 +32,7 @@ from atlas_kernels.attention_decode import SPLIT  # noqa: E402
 from tests.kernels.gpu import Gpu  # noqa: E402
 
 DIM = 128
+MMA, WGMMA = "attention_prefill_d128_k32", "attention_prefill_wgmma_d128"
 DECODE = [(1, 128), (1, 4096), (1, 32768), (16, 8192), (64, 4096), (128, 384)]
 PREFILL = [2048, 8192, 16384]
 Figures = dict[str, Any]
@@ -89,19 +90,29 @@ class Layer:
         return out, lambda: self.gpu.run(name, grid, args)
 
     def prefill(
-        self, q: torch.Tensor, first: int, form: str = "d128_k32"
+        self, q: torch.Tensor, first: int, form: str
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         """Output and launch for rows of one sequence from position ``first``."""
-        out = torch.full_like(q, math.nan)
-        rows = len(q)
+        out, rows = torch.full_like(q, math.nan), len(q)
         self.kept += [out, q]
-        args = [q.data_ptr(), self.k.data_ptr(), self.v.data_ptr(), out.data_ptr()]
-        args += [self.tables.data_ptr(), self.ints([0, rows])]
-        args += [self.ints(np.arange(first, first + rows)), self.heads, self.kv_heads]
-        args += [0, self.tables.shape[1], q.stride(0) * 2, q.stride(0) * 2]
-        args += [np.float32(DIM**-0.5), np.float32(0)]
-        grid = (self.heads, -(-rows // 128))
-        return out, lambda: self.gpu.run(f"attention_prefill_{form}", grid, args)
+        last = [out.data_ptr(), self.tables.data_ptr(), self.ints([0, rows])]
+        last += [self.ints(np.arange(first, first + rows)), self.heads, self.kv_heads]
+        strides = [self.tables.shape[1], q.stride(0) * 2, q.stride(0) * 2, np.float32(DIM**-0.5)]
+        if form == WGMMA:
+            args = [q.data_ptr(), *self.maps(), *last, *strides]
+            grid = (self.heads, -(-rows // 128) + 1)
+        else:
+            args = [q.data_ptr(), self.k.data_ptr(), self.v.data_ptr(), *last]
+            args += [0, *strides, np.float32(0)]
+            grid = (self.heads, -(-rows // 128))
+        return out, lambda: self.gpu.run(form, grid, args)
+
+    def maps(self) -> list[int]:
+        """Addresses of the pools' tensor maps."""
+        for pool in (self.k, self.v):
+            raw = self.gpu.pool_map(pool.data_ptr(), len(pool), self.kv_heads)
+            self.kept.append(torch.frombuffer(bytearray(raw), dtype=torch.uint8).cuda())
+        return [tensor.data_ptr() for tensor in self.kept[-2:]]
 
 
 def torch_microseconds(work: Callable[[], Any], count: int = 10, repeats: int = 7) -> float:
@@ -181,7 +192,7 @@ def decode_figures(gpu: Gpu, heads: int, kv_heads: int) -> Iterator[Figures]:
         torch.cuda.empty_cache()
 
 
-def prefill_figures(gpu: Gpu, heads: int, kv_heads: int, forms: list[str]) -> Iterator[Figures]:
+def prefill_figures(gpu: Gpu, heads: int, kv_heads: int) -> Iterator[Figures]:
     """Prefill of one prompt, beside torch's kernels on contiguous keys and values."""
     for length in PREFILL:
         layer = Layer(gpu, 1, length, heads, kv_heads)
@@ -189,7 +200,9 @@ def prefill_figures(gpu: Gpu, heads: int, kv_heads: int, forms: list[str]) -> It
         k, v = (layer.dense(pool, 0)[None].contiguous() for pool in (layer.k, layer.v))
         dense_q = q.transpose(0, 1)[None].contiguous()
         figures: Figures = {"case": "prefill", "length": length}
-        for form in forms:
+        for form in (MMA, WGMMA):
+            if form not in gpu.kernels:
+                continue  # not a Hopper
             out, run = layer.prefill(q, 0, form)
             run()
             gpu.stream.sync()
@@ -204,7 +217,8 @@ def prefill_figures(gpu: Gpu, heads: int, kv_heads: int, forms: list[str]) -> It
                 once()
                 gpu.stream.sync()
                 equal &= torch.equal(part, out[first:end])
-            figures |= {f"{form}: error": difference(out[tail], want), f"{form}: equal": equal}
+            equal &= figures.get("equal", True)
+            figures |= {f"{form}: error": difference(out[tail], want), "equal": equal}
             figures[f"{form}: TFLOP/s"] = flops / gpu.microseconds(run, count=8) / 1e6
         for name, backend in (
             ("cuDNN", SDPBackend.CUDNN_ATTENTION),
@@ -240,14 +254,14 @@ def main() -> None:
     options = parser.parse_args()
     gpu = Gpu()
     for name in build.names_for(gpu.arch):
-        if name.startswith(("attention_decode_d128", "attention_prefill_d128")):
+        if name.startswith("attention") and "d128" in name:
             gpu.add(build.load(name, gpu.arch))
     everything = []
     heads, kv_heads = options.heads, options.kv_heads
     sources: list[Iterator[Figures]] = [
         iter([ceilings()]),
         decode_figures(gpu, heads, kv_heads),
-        prefill_figures(gpu, heads, kv_heads, ["d128_k32"]),
+        prefill_figures(gpu, heads, kv_heads),
     ]
     for source in sources:
         for figures in source:

@@ -1,4 +1,9 @@
-"""The engine: a model, its tokenizer, and many requests at once."""
+"""The engine: a model, its tokenizer, and many requests at once.
+
+One class, because it is the public surface in one place: most lines are docstrings, and each
+method is a few lines over ``intake`` (what comes in), ``driver`` (who steps), ``step_loop`` (the
+step), ``branch``, ``session``, ``metrics`` and ``health``.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -104,20 +105,30 @@ class Gpu:
             found.append(together)
         return found
 
-    def tensor_map(self, address: int, shape: tuple[int, int], box: tuple[int, int]) -> bytes:
-        """The tensor map of a bf16 matrix with the 128-byte swizzle; ``box`` as (rows, columns)."""
+    def tensor_map(
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        box: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+    ) -> bytes:
+        """The tensor map of a bf16 array with the 128-byte swizzle, as its 128 bytes.
+
+        ``shape`` and ``box`` from the outermost dimension to the innermost; ``strides`` in bytes,
+        without the innermost's, those of a contiguous array if absent.
+        """
         driver = self.driver
-        sizes, pitch = [driver.cuuint64_t(size) for size in shape[::-1]], shape[1] * 2
-        ones = [driver.cuuint32_t(1)] * 2
+        if strides is None:
+            strides = tuple(2 * math.prod(shape[i:]) for i in range(1, len(shape)))
         encoded = self._check(
             driver.cuTensorMapEncodeTiled(
                 driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                2,
+                len(shape),
                 address,
-                sizes,
-                [driver.cuuint64_t(pitch)],
+                [driver.cuuint64_t(size) for size in shape[::-1]],
+                [driver.cuuint64_t(stride) for stride in strides[::-1]],
                 [driver.cuuint32_t(size) for size in box[::-1]],
-                ones,
+                [driver.cuuint32_t(1)] * len(shape),
                 driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
                 driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
                 driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -125,6 +136,11 @@ class Gpu:
             )
         )
         return ctypes.string_at(int(encoded.getPtr()), 128)
+
+    def pool_map(self, pool: int, num_blocks: int, kv_heads: int) -> bytes:
+        """The tensor map of a KV pool of 128 dimensions, for ``attention_prefill_wgmma``."""
+        shape, box = (num_blocks * kv_heads, 2, 2, 8, 64), (1, 2, 2, 8, 64)
+        return self.tensor_map(pool, shape, box, (4096, 2048, 128, 256))
 
     def microseconds(self, work: Callable[[], None], count: int = 20, repeats: int = 7) -> float:
         """Median time of ``work``, a graph of ``count`` of it replayed ``repeats`` times."""

@@ -203,3 +203,72 @@ def test_arguments_of_other_kinds() -> None:
     with pytest.raises((TypeError, ValueError)):
         seq.write_block_table(np.zeros((2, 2), np.int32))
     assert seq.seq_len == 4
+
+
+# -- shared blocks ----------------------------------------------------------------------------
+
+
+def test_adopt_takes_blocks_over() -> None:
+    pool = BlockPool(SIZE)
+    blocks = np.array(pool.allocate(2), np.uint32)
+    seq = Sequence(pool, BLOCK)
+    for ids, table, reason in (
+        (np.arange(7), blocks, "7 tokens do not fill 2 blocks of 4"),
+        (np.arange(8), [blocks[0], 9], "block 9 is not in use"),
+        (np.arange(8), [blocks[0], 10], "block 10 is not in use"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=reason):
+            seq.adopt(ids.astype(np.int32), np.array(table, np.uint32))
+        assert (seq.seq_len, seq.num_blocks) == (0, 0)
+    seq.adopt(np.arange(8, dtype=np.int32), blocks)
+    assert (seq.seq_len, seq.prompt_len, seq.kv_valid_tokens) == (8, 8, 8)
+    assert seq.block_table.tolist() == blocks.tolist()
+    with pytest.raises(SequenceStateError):
+        seq.adopt(np.arange(8, dtype=np.int32), blocks)
+    seq.release()
+    assert pool.num_free == SIZE
+
+
+def test_share_stands_on_the_same_blocks() -> None:
+    seq = new(6)
+    seq.prompt_len, seq.kv_valid_tokens = 5, 4
+    other = Sequence(seq.pool, BLOCK)
+    other.reserve(12)
+    reserved = other.block_table.tolist()
+    assert other.share(seq) == reserved[:2]
+    assert other.block_table.tolist() == [*seq.block_table.tolist(), reserved[2]]
+    assert other.tokens.tolist() == seq.tokens.tolist()
+    assert (other.seq_len, other.prompt_len, other.kv_valid_tokens) == (6, 5, 4)
+    assert [seq.pool.references(block) for block in other.block_table] == [2, 2, 1]
+    for block in reserved[:2]:
+        seq.pool.release(block)
+    for bad in (lambda: other.share(seq), lambda: Sequence(BlockPool(2), BLOCK).share(seq)):
+        with pytest.raises((SequenceStateError, InvalidArgumentError)):
+            bad()
+    seq.release()
+    with pytest.raises(StaleHandleError):
+        Sequence(seq.pool, BLOCK).share(seq)
+    other.release()
+    assert seq.pool.num_free == SIZE
+
+
+def test_a_shared_block_is_found_and_replaced() -> None:
+    seq = new(6)
+    assert seq.shared_block() == -1
+    other = Sequence(seq.pool, BLOCK)
+    other.share(seq)
+    assert (seq.shared_block(), other.shared_block()) == (1, 1)
+    (copy,) = seq.pool.allocate(1)
+    old = other.block_table.tolist()[1]
+    assert other.replace_block(1, copy) == old
+    assert other.block_table.tolist()[1] == copy
+    seq.pool.release(old)
+    assert (seq.shared_block(), other.shared_block()) == (-1, -1)
+    seq.rewind(4)
+    assert seq.shared_block() == -1  # the next block is not taken yet
+    for index, block in ((-1, copy), (2, copy), (0, SIZE), (0, 9)):
+        with pytest.raises(InvalidArgumentError):
+            other.replace_block(index, block)
+    other.release()
+    with pytest.raises(StaleHandleError):
+        other.shared_block()

@@ -250,7 +250,12 @@ class ModelLifecycle(Protocol):
 
 
 class DenseLifecycle(ModelLifecycle):
-    """Sequences whose only state is paged KV."""
+    """Sequences whose only state is paged KV.
+
+    They have no recurrent slot, so ``slot`` is always None: :meth:`compact_sequence` refuses every
+    ``new_slot``, and :meth:`detach_slot_for_reuse` finds nothing to give up. Without a prefix cache
+    (a model that no engine drives, or one whose engine has none) nothing is cached or evicted.
+    """
 
     poll_kv_calibration = Unavailable("lifecycle")
     swap_dims = None

@@ -37,7 +37,7 @@ _LOGITS_ROWS = 64
 _MAX_RUNNING = 32
 _MAX_PREFILLS = 16
 # Far more threads than CPUs only wait for each other at every barrier.
-MAX_THREADS = max(16, 4 * len(os.sched_getaffinity(0)))
+MAX_THREADS = max(64, 4 * len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True, slots=True)
