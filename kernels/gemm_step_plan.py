@@ -139,8 +139,8 @@ class MmaTile:
         return -(-n // self.columns)
 
 
-# Found by timing, on an H200. narrow: one thread block an SM, and all its memory in flight.
-# medium: two ranges of K still fill the device twice. wide and gated: two or three an SM.
+# Found by timing whole sweeps of an 8B model's weights on an H200: see benchmarks/NOTES.md. narrow
+# has one thread block an SM, and most of its half of K in flight; wide and gated two or three.
 TILES: dict[str, StepTile] = {
     f"{form}_{rows}": StepTile(
         rows, columns, k_block, stages, k_splits, form == "gated", form == "narrow" and rows >= 64

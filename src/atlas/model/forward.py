@@ -100,8 +100,8 @@ class ModelForward(Protocol):
 
         Any allowed split leaves the state and logits of one pass, bitwise. The first window looks
         the prefix cache up once: it takes references and records the decision in ``seq``, and a
-        retry after an error replays that record. Matched positions are not computed again; with
-        "all" the cache is not read, because they would have no rows.
+        retry after an error replays that record. Matched positions are not computed again; at least
+        one token of that window is. With "all" the cache is not read: they would have no rows.
 
         Parameters
         ----------

@@ -160,6 +160,11 @@ class ModelLifecycle(Protocol):
 
         Call it before :meth:`free_sequence`, while the blocks are held. Only whole blocks within
         ``kv_valid_tokens`` are inserted, under the key of the sequence's adapter and images.
+
+        Raises
+        ------
+        SequenceStateError
+            If a verify awaits its accept.
         """
         ...
 
