@@ -93,11 +93,14 @@ class MmaTile:
     ----------
     rows, k_splits, gated
         As in ``StepTile``.
+    line_bytes : int
+        Bytes of 64 elements of a row of W: 128 in bf16.
     """
 
     rows: int
     k_splits: int
     gated: bool = False
+    line_bytes: int = 128
 
     @property
     def warps(self) -> int:
@@ -115,9 +118,19 @@ class MmaTile:
         return 16 * self.warps // self.k_splits
 
     @property
+    def box_rows(self) -> int:
+        """Columns of the output."""
+        return self.columns // 2 if self.gated else self.columns
+
+    @property
+    def weights_offset(self) -> int:
+        """Where a stage's weights lie, after its activations."""
+        return self.k_splits * self.rows * 128
+
+    @property
     def stage_bytes(self) -> int:
-        """Shared memory of a stage of 64 k of every range: weights, then activations."""
-        return self.k_splits * (self.columns + self.rows) * 128
+        """Shared memory of a stage: 64 k of every range."""
+        return self.weights_offset + self.k_splits * self.columns * self.line_bytes
 
     @property
     def stages(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -120,11 +121,12 @@ class Intake:
             raise InvalidArgumentError(
                 f"request_id is {request_id!r}; allowed: a string of one character or more"
             )
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
+        whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
+        if not whole or not -(2**31) < priority < 2**31:
             raise InvalidArgumentError(f"priority is {priority!r}; allowed: a 32-bit integer")
         generations = [self.generation(ids, params, index) for index in range(params.n)]
         name = request_id or uuid.uuid4().hex
-        return LiveRequest(name, user, params, ids, generations, sink, priority)
+        return LiveRequest(name, user, params, ids, generations, sink, int(priority))
 
     def generation(self, ids: list[int], params: SamplingParams, index: int) -> Generation:
         """One sample's sampler and text."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,9 +49,10 @@ class SchedulingOptions:
     def __post_init__(self) -> None:
         for name in ("max_running", "chunk_tokens", "max_prefills"):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
+            whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
             if not whole or not 1 <= value <= 1024:
                 raise InvalidArgumentError(f"{name} is {value!r}; allowed: an integer, 1 … 1024")
+            object.__setattr__(self, name, int(value))  # NumPy's integers too
         for name in ("token_deadline_s", "aging_s"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)

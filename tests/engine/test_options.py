@@ -113,3 +113,12 @@ def test_an_unknown_option_is_refused_by_name(folder: Path) -> None:
     options: dict[str, Any] = {"unknown": 1}
     with pytest.raises((TypeError, InvalidArgumentError), match="unknown"):
         Engine(folder, **options)
+
+
+def test_scheduling_options_take_numpys_integers(folder: Path) -> None:
+    with Engine(folder, threads=1, quiet=True, max_running=np.int64(3)) as engine:
+        assert type(engine.scheduling.max_running) is int
+        assert engine.scheduling.max_running == 3
+    for bad in (True, 2.0, 0, 1025, "4"):
+        with pytest.raises(InvalidArgumentError, match="max_running is"):
+            Engine(folder, max_running=bad)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from atlas import Engine, SamplingParams
@@ -189,11 +190,11 @@ def test_cancel_ends_with_what_was_written(engine: Engine, steps: int) -> None:
 
 def test_lower_priority_values_run_first(folder: Path) -> None:
     with Engine(folder, threads=1, quiet=True, max_running=1) as engine:
-        for name, priority in (("c", 5), ("a", -1), ("d", 5), ("b", 0)):
+        for name, priority in (("c", 5), ("a", -1), ("d", np.int64(5)), ("b", 0)):
             engine.submit(PROMPT, PARAMS, request_id=name, priority=priority)
         ends = [event.request_id for event in drain(engine) if event.is_last]
         assert ends == ["a", "b", "c", "d"]
-        for bad in (True, 1.0, 2**31, None):
+        for bad in (True, 1.0, 2**31, np.int32(-(2**31)), None):
             with pytest.raises(InvalidArgumentError, match="priority is"):
                 engine.submit(PROMPT, PARAMS, priority=bad)  # type: ignore[arg-type]
 
