@@ -151,6 +151,7 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
     sums_at = limits_at + rows * 8
     result_pitch = 4 * dim + 16  # the warps' results take the place of the buffers
     per_lane = BLOCK_LEN * chunks // 32
+    regular = 32 % chunks == 0  # then a lane copies the same columns of every row it meets
     vectors = dim // 4
 
     scores_of, values_of = tile_scores(dim, 16, tiles, pitch), tile_values(dim, 16, tiles, pitch)
@@ -168,11 +169,19 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
     @device
     def copy_block(target, source, seen):
         """A warp's copy of one head of a block; rows that nobody sees become zeros."""
-        for i in range(per_lane):
-            chunk = lane_id() + 32 * i
-            row = quotient(chunk, chunks)
-            num_bytes = i32(16) if row < seen else i32(0)
-            copy16_or_zero(target + (chunk + row) * 16, source + chunk * 16, num_bytes)
+        if regular:
+            first_row = quotient(lane_id(), chunks)
+            target, source = target + (lane_id() + first_row) * 16, source + lane_id() * 16
+            for i in range(per_lane):
+                row = 32 * i // chunks
+                num_bytes = i32(16) if first_row + row < seen else i32(0)
+                copy16_or_zero(target + (32 * i + row) * 16, source + 32 * i * 16, num_bytes)
+        else:
+            for i in range(per_lane):
+                chunk = lane_id() + 32 * i
+                row = quotient(chunk, chunks)
+                num_bytes = i32(16) if row < seen else i32(0)
+                copy16_or_zero(target + (chunk + row) * 16, source + chunk * 16, num_bytes)
 
     @device
     def merge_warps(base, row, column):

@@ -29,6 +29,7 @@ from atlas_kernels.ptx_async import (
     barrier_init_fence,
     barrier_wait,
     copy16_or_zero,
+    copy_commit,
     copy_wait,
     launch_dependents,
     map_acquire,
@@ -141,6 +142,7 @@ def make_attention_prefill_wgmma(dim: int) -> Any:
             at = source + (row - first if inside else 0) * stride + column * 16
             place = (column >> 3) * 8192 + row * 128 + ((column ^ row) & 7) * 16
             copy16_or_zero(target + place, at, i32(16) if inside else i32(0))
+        copy_commit()
         copied()
         async_fence()
 
@@ -270,6 +272,8 @@ def make_attention_prefill_wgmma(dim: int) -> Any:
                 values = scale_rows(values, decay)
                 weights = pack(scores)
                 turn += 1
+            if group == 0:
+                sync_named(1, 256)  # takes the other group's last arrival
             before = (turn - 1) & 1
             barrier_wait(base + FULL_V + before * 8, ((turn - 1) >> 1) & 1)
             values = values_of(values, weights, v_words + before * (TILE_BYTES >> 4))

@@ -1,7 +1,7 @@
-"""Stages and ends of the step GEMMs with ``mma.sync``: activations in shared memory, sums out of it.
+"""Stages and ends of the step GEMMs with ``mma.sync``: activations into shared memory, sums out.
 
-A stage begins with 64 k of every row of x in each range: lines of 128 bytes whose 16-byte pieces are
-swapped by the line's number modulo 8, so that ``ldmatrix`` has no bank conflicts.
+A stage begins with 64 k of every row of x in each range: lines of 128 bytes whose 16-byte pieces
+are swapped by the line's number modulo 8, so that ``ldmatrix`` has no bank conflicts.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ MODULES = (
     "embedding",
     "gemm_step",
     "gemm_step_mma",
+    "gemm_step_quant",
     "kv_store",
     "norm",
     "rope",

@@ -6,10 +6,8 @@ it in first. Either callers step (``generate``, ``stream``, ``step``) or an owne
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +24,9 @@ from atlas.errors import (
 from atlas.event import Event
 from atlas.live_request import LiveRequest
 from atlas.model.core import ModelCore
+from atlas.owner_thread import OwnerThread
 from atlas.step_loop import StepLoop
+from atlas.whole_number import whole_number
 
 _POLL_S = 0.05  # how soon a waiting caller notices that the owner thread ended
 
@@ -45,6 +45,8 @@ class Driver:
     def __init__(self, core: ModelCore, loop: StepLoop, max_waiting: int | None) -> None:
         self._core = core
         self._loop = loop
+        if max_waiting is not None:
+            max_waiting = whole_number("max_waiting", max_waiting, 1)
         self._max_waiting = max_waiting
         self._step_lock = threading.RLock()
         self._state = threading.Condition()  # guards everything below
@@ -52,9 +54,7 @@ class Driver:
         self._inbox: deque[LiveRequest] = deque()
         self._cancels: deque[str] = deque()
         self._events: deque[Event] = deque()
-        self._owner: threading.Thread | None = None
-        self._stopping = False
-        self._stops_at_exit = False
+        self._owner: OwnerThread | None = None
         self._pauses = 0
         self._stepping = False  # guarded by the step lock
         self.draining = False
@@ -258,7 +258,7 @@ class Driver:
             The engine was closed meanwhile.
         """
         while not done():
-            if self.owned and threading.current_thread() is not self._owner:
+            if self._waits_for_owner:
                 with self._state:
                     if not done():
                         self._state.wait(_POLL_S)
@@ -267,8 +267,7 @@ class Driver:
             self._let_others()
             with self._step_lock:
                 if not done() and not self.advance() and not done():
-                    # Nothing can run: another thread has taken the last step.
-                    self._core.require_alive()
+                    raise AtlasError("requests wait, but the scheduler has nothing to run")
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -317,7 +316,7 @@ class Driver:
             left = _POLL_S if end is None else min(_POLL_S, end - time.monotonic())
             if left <= 0:
                 return False
-            if self.owned and threading.current_thread() is not self._owner:
+            if self._waits_for_owner:
                 with self._state:
                     if self.has_unfinished:
                         self._state.wait(left)
@@ -331,7 +330,14 @@ class Driver:
     @property
     def owned(self) -> bool:
         """Whether an owner thread steps."""
-        return self._owner is not None and self._owner.is_alive()
+        owner = self._owner
+        return owner is not None and owner.is_alive
+
+    @property
+    def _waits_for_owner(self) -> bool:
+        """Whether another thread takes the caller's steps."""
+        owner = self._owner
+        return owner is not None and owner.is_alive and not owner.is_current
 
     def require_not_owned(self, what: str) -> None:
         """Raise ModelBusyError while the owner thread runs and this is not its pause."""
@@ -345,47 +351,39 @@ class Driver:
         """Let a thread of the engine's own do the steps; idempotent."""
         with self._state:
             self._core.require_alive()
-            if self.owned:
-                return
-            self._stopping = False
-            self.failure = None
-            self._owner = threading.Thread(target=self._own, name="atlas-owner", daemon=True)
-            self._owner.start()
-            if not self._stops_at_exit:
-                self._stops_at_exit = True
-                atexit.register(_stop_at_exit, weakref.ref(self))
+            if not self.owned:
+                self.failure = None
+                self._owner = OwnerThread(self, self._state)
 
     def stop(self) -> None:
         """End the owner thread after its present step; requests stay. Idempotent."""
         owner = self._owner
         if owner is None or not self._core.lifetime.in_own_process:
             return  # a forked child has no such thread, and may find the lock held
-        if threading.current_thread() is owner:
+        if owner.is_current:
             raise WrongThreadError("the owner thread cannot stop itself")
+        owner.stop()
         with self._state:
-            self._stopping = True
-            self._state.notify_all()
-        owner.join()
-        self._owner = None
+            if self._owner is owner:  # else another thread has started a new one
+                self._owner = None
 
-    def _own(self) -> None:
-        while True:
-            with self._state:
-                while not self._stopping and (self._pauses or not self._has_work()):
-                    self._state.wait()
-                if self._stopping:
-                    return
-            try:
-                self.advance()
-            except ClosedError:
-                return
-            except BaseException as error:
-                self.failure = error
-                self._fail_all(error)
-                raise
+    @property
+    def wants_step(self) -> bool:
+        """Whether there is work for the owner thread and nobody asked it to stand back."""
+        work = self._inbox or self._cancels or self._loop.has_unfinished
+        return bool(work) and not self._pauses
 
-    def _has_work(self) -> bool:
-        return bool(self._inbox or self._cancels or self._loop.has_unfinished)
+    def step_as_owner(self) -> bool:
+        """One step of the owner thread; False when it must end."""
+        try:
+            self.advance()
+        except ClosedError:
+            return False
+        except BaseException as error:
+            self.failure = error
+            self._fail_all(error)
+            raise
+        return True
 
     def _fail_all(self, error: BaseException) -> None:
         """The owner thread cannot go on: nobody may wait for ever."""
@@ -414,9 +412,3 @@ class Driver:
             for request in waiting:
                 request.end_all(closed)
             self._core.close()
-
-
-def _stop_at_exit(reference: weakref.ref[Driver]) -> None:
-    driver = reference()
-    if driver is not None and driver._core.lifetime.in_own_process:
-        driver.stop()

@@ -118,6 +118,7 @@ class Engine:
             max_seq_len=max_seq_len,
             kv_tokens=kv_tokens,
             quantize=quantize,
+            max_step_tokens=max(512, schedule.max_running + schedule.chunk_tokens),
             max_running=schedule.max_running,
         )
         started = time.perf_counter()
@@ -231,7 +232,7 @@ class Engine:
         InvalidArgumentError, PromptTooLongError, TokenizerError, KvExhausted
             A prompt or parameter is refused, before anything runs.
         AtlasError
-            A single prompt's request failed while it ran. Among several, the failed one has
+            All samples of a single prompt failed while they ran. Else a failed one has
             ``finish_reason == "error"`` and ``error`` set, and the others go on.
         """
         self._require_open()
@@ -249,10 +250,10 @@ class Engine:
         completions = [done[request.request_id] for request in requests]
         if not single:
             return completions
-        error = completions[0].error
-        if error is not None:
-            raise error
-        return completions[0]
+        completion = completions[0]
+        if completion.error is not None and all(s.error is not None for s in completion.samples):
+            raise completion.error
+        return completion
 
     def _run(self, requests: list[LiveRequest], done: Callable[[], bool], *, refuse: bool) -> None:
         """Submit and step until ``done``; whatever interrupts this cancels the requests.

@@ -79,7 +79,7 @@ class Intake:
         elif isinstance(prompt, bytes | bytearray):
             raise InvalidArgumentError("a prompt is bytes; allowed: str or token ids")
         else:
-            ids = [int(i) for i in self._core.token_array(prompt, "the prompt")]
+            ids = [int(i) for i in self._core.token_array(prompt, "the prompt's tokens")]
         if not ids:
             raise InvalidArgumentError("the prompt is empty; allowed: one token or more")
         longest = self._core.limits.max_seq_len
@@ -90,10 +90,10 @@ class Intake:
             ids = ids[-params.truncate_prompt :]
         if len(ids) > limit:
             raise PromptTooLongError(
-                f"the prompt has {len(ids)} tokens; allowed: up to {limit} (max_seq_len "
-                f"{longest}), or truncate_prompt='left'"
+                f"the prompt has {len(ids)} tokens; allowed: up to {limit} (max_seq_len {longest})"
+                + (", or truncate_prompt='left'" if limit else "")
             )
-        self._core.token_array(ids, "the prompt")
+        self._core.token_array(ids, "the prompt's tokens")
         return ids
 
     def chat_ids(

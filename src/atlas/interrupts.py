@@ -26,5 +26,5 @@ def interrupts_deferred() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    if received:
-        handler(*received[0])
+        if received:  # also when the block raised: its error is then this one's context
+            handler(*received[0])

@@ -118,8 +118,8 @@ class Completion:
 
     @property
     def error(self) -> AtlasError | None:
-        """The error that ended the first sample, if one did."""
-        return self.samples[0].error
+        """The first sample's error, else that of the first sample that has one."""
+        return next((sample.error for sample in self.samples if sample.error is not None), None)
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 80 else self.text[:77] + "…"

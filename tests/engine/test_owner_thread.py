@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from atlas import Engine, SamplingParams
-from atlas.errors import ModelBusyError
+from atlas.errors import InvalidArgumentError, ModelBusyError
 from atlas.event import Event
 from tests.composition.harness import assert_balanced
 from tests.engine.events import PATIENCE_S, drain, token_ids, wait_for, wait_until_idle
@@ -220,3 +222,29 @@ def test_an_event_loop_closed_under_a_generator(engine: Engine) -> None:
     assert engine._driver.failure is None
     assert engine._driver.owned
     assert len(engine.generate(PROMPT, PARAMS).token_ids) == 8
+
+
+def test_an_engine_that_is_dropped_takes_its_owner_along(folder: Path) -> None:
+    """Running a notebook cell again must not keep the old model."""
+    before = threading.active_count()
+    engine = Engine(folder, threads=1, quiet=True)
+    engine.start()
+    core = weakref.ref(engine._loaded.core)
+    del engine
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert core() is None
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "a", True])
+def test_max_waiting_is_a_count(folder: Path, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="max_waiting is"):
+        Engine(folder, threads=1, quiet=True, max_waiting=value)
+
+
+def test_many_sequences_may_run_at_a_time(folder: Path) -> None:
+    with Engine(folder, threads=1, quiet=True, max_running=600) as engine:
+        assert len(engine.generate([5, 6], SamplingParams(max_tokens=2)).token_ids) == 2

@@ -308,15 +308,15 @@ class _Block:
         elif opcode == "cp.async.wait_group":
             self.copies.wait(active, int(operands[0]), self.shared)
         else:
-            assert int(operands[2]) == 16
-            sizes = self._read(operands[3])[active] if len(operands) > 3 else np.full(1, 16)
+            width = int(operands[2])
+            sizes = self._read(operands[3])[active] if len(operands) > 3 else np.full(1, width)
             places = self._address(operands[0])[active].astype(np.int64)
-            data = np.zeros((places.size, 16), np.uint8)
-            full = np.broadcast_to(sizes == 16, places.shape)
+            data = np.zeros((places.size, width), np.uint8)
+            full = np.broadcast_to(sizes == width, places.shape)
             addresses = self._address(operands[1])[active][full]
             early = not self.waited and not self.memory.are_constant(addresses)
             assert not early, "a copy before griddepcontrol.wait"
-            data[full] = self.memory.data[self.memory.indices(addresses, 16)]
+            data[full] = self.memory.data[self.memory.indices(addresses, width)]
             self.copies.copy(active, places, data)
 
     def _atomic_add(self, operands: list[str], active: Array) -> None:
@@ -431,6 +431,8 @@ def _compute(parts: list[str], sources: list[Array]) -> Array:
         return _raw(numbers[0].astype(np.int64) * numbers[1].astype(np.int64), wide)
     if name == "mad":
         return _raw(numbers[0] * numbers[1] + numbers[2], kind)
+    if name == "prmt":
+        return _permute(*sources)
     if name == "bfi":
         field, word, start, length = sources
         mask = _ones(length) << start
@@ -439,6 +441,17 @@ def _compute(parts: list[str], sources: list[Array]) -> Array:
         return _raw(_fused(*numbers, down=parts[1] == "rm"), kind)
     table = _UNARY if len(numbers) == 1 else _BINARY
     return _raw(table[name](*numbers), kind)
+
+
+def _permute(low: Array, high: Array, selector: Array) -> Array:
+    """Four of the eight bytes of (low, high), by the selector's nibbles below 8."""
+    word, byte = low & _ones(32) | high << np.uint64(32), np.uint64(255)
+    result = np.zeros_like(word)
+    for i in range(4):
+        nibble = selector >> np.uint64(4 * i) & np.uint64(15)
+        assert (nibble < 8).all()
+        result |= (word >> nibble * np.uint64(8) & byte) << np.uint64(8 * i)
+    return result
 
 
 def _convert(parts: list[str], sources: list[Array]) -> Array:

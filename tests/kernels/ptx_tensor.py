@@ -68,7 +68,7 @@ class Copies16:
         self.groups: list[list[Copies]] = [[] for _ in range(num_warps)]
 
     def copy(self, active: Array, places: Array, data: Array) -> None:
-        """16 bytes for each active thread, at places in shared memory."""
+        """4 or 16 bytes for each active thread, at places in shared memory."""
         warp = np.flatnonzero(active) // WARP
         for number in np.unique(warp):
             mine = warp == number
@@ -83,4 +83,4 @@ class Copies16:
         for warp in warps_of(active):
             while len(self.groups[warp]) > pending:
                 for places, data in self.groups[warp].pop(0):
-                    shared[places[:, None] + np.arange(16)] = data
+                    shared[places[:, None] + np.arange(data.shape[1])] = data

@@ -32,6 +32,7 @@ from atlas.model.batch import Batch, RowKind, Window
 from atlas.model.lifetime import Lifetime
 from atlas.model.logits_view import LogitsArena, LogitsView
 from atlas.model.sequence import SequenceState
+from atlas.whole_number import whole_number
 
 if TYPE_CHECKING:
     from atlas.model.records import Stream, TokenIds
@@ -110,6 +111,10 @@ class ModelCore:
                 "this model is bound to another thread; call lifecycle.bind_to_thread() first"
             )
         for seq in seqs:
+            if not isinstance(seq, SequenceState):
+                raise InvalidArgumentError(
+                    f"seq is a {type(seq).__name__}; allowed: what lifecycle.alloc_sequence gives"
+                )
             if seq.model_key is not self.key:
                 raise StaleHandleError("this sequence belongs to another model")
 
@@ -200,8 +205,10 @@ class ModelCore:
     ) -> Ints:
         """The ids of one prompt window, after checking it against prompt and sequence."""
         ids = self.token_array(tokens, "prompt tokens")
+        chunk_start = whole_number("chunk_start", chunk_start, 0)
+        chunk_len = whole_number("chunk_len", chunk_len, 1)
         end = chunk_start + chunk_len
-        if chunk_len < 1 or chunk_start < 0 or end > len(ids):
+        if end > len(ids):
             raise InvalidArgumentError(
                 f"window [{chunk_start}, {end}) of {len(ids)} prompt tokens; "
                 "allowed: one token or more, inside the prompt"

@@ -12,6 +12,7 @@ from atlas.model.batch import Window, build
 from atlas.model.capability import Unavailable
 from atlas.model.prefix import begin
 from atlas.model.records import MixedBatchResult, MixedForwardResult
+from atlas.whole_number import whole_number
 
 if TYPE_CHECKING:
     from atlas.model.core import ModelCore
@@ -404,8 +405,7 @@ class DenseForward(ModelForward):
     ) -> list[LogitsView | None]:
         if not slices:
             raise InvalidArgumentError("prefill_batch_chunk of no slices; allowed: 1 or more")
-        if row_base < 0:
-            raise InvalidArgumentError(f"row_base is {row_base}; allowed: 0 or more")
+        row_base = whole_number("row_base", row_base, 0)
         return self._step([], [], slices, logits, row_base, stream).prefill_logits
 
     def mixed_forward_batch(

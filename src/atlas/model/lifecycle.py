@@ -21,6 +21,7 @@ from atlas.model.capability import Unavailable
 from atlas.model.prefix import prefix_seed
 from atlas.model.records import PrefixReclaim
 from atlas.model.sequence import SequenceState
+from atlas.whole_number import whole_number
 
 if TYPE_CHECKING:
     from atlas.model.core import ModelCore
@@ -276,18 +277,16 @@ class DenseLifecycle(ModelLifecycle):
         core.enter()
         most = core.limits.max_seq_len
         budget = most if budget_tokens is None else budget_tokens
-        if not 1 <= budget <= most:
-            raise InvalidArgumentError(f"budget_tokens is {budget}; allowed: 1 … {most}")
+        budget = whole_number("budget_tokens", budget, 1, most)
         return SequenceState(Sequence(core.blocks, core.pools.block_size), core.key, budget)
 
     def reserve(self, seq: SequenceState, num_positions: int) -> None:
         self._core.enter(seq)
-        if num_positions < 0:
-            raise InvalidArgumentError(f"num_positions is {num_positions}; allowed: 0 or more")
-        self._core.reserve(seq, num_positions)
+        self._core.reserve(seq, whole_number("num_positions", num_positions, 0))
 
     def rewind(self, seq: SequenceState, new_len: int) -> None:
         self._core.enter(seq)
+        new_len = whole_number("new_len", new_len, 0)
         seq.native.rewind(new_len)
         if new_len == 0:
             seq.forget_lookup()
@@ -405,8 +404,7 @@ class DenseLifecycle(ModelLifecycle):
                 f"the sequence holds {native.seq_len} positions; restore needs an empty one"
             )
         most = -(-core.limits.max_seq_len // size)
-        if not 0 <= num_blocks <= most:
-            raise InvalidArgumentError(f"num_blocks is {num_blocks}; allowed: 0 … {most}")
+        num_blocks = whole_number("num_blocks", num_blocks, 0, most)
         before = native.num_blocks
         core.reserve(seq, min(num_blocks * size, core.limits.max_seq_len))
         try:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas._native.sequence import Sequence
+from atlas.errors import SequenceStateError
 
 Status = Literal["active", "failed", "freed"]
 
@@ -117,6 +118,12 @@ class SequenceState:
         self.prefix = self.exact_len = None
         self.matched_tokens = self.matched_blocks = 0
         self.lookup_done = False
+
+    def __copy__(self) -> SequenceState:
+        raise SequenceStateError("a sequence owns its blocks; use lifecycle.fork(seq)")
+
+    def __deepcopy__(self, memo: object) -> SequenceState:
+        return self.__copy__()
 
     def __repr__(self) -> str:
         pending = f", verify of {self.verify_rows} rows pending" if self.verify_rows else ""

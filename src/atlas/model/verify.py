@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from atlas.errors import InvalidArgumentError, SequenceStateError
 from atlas.model.batch import Window, build
 from atlas.model.capability import Unavailable
+from atlas.whole_number import whole_number
 
 if TYPE_CHECKING:
     import numpy as np
@@ -210,4 +211,4 @@ class DenseVerify(ModelVerify):
 
     def accept(self, seq: SequenceState, rows_kept: int) -> None:
         self._core.enter(seq)
-        seq.native.accept(rows_kept)
+        seq.native.accept(whole_number("rows_kept", rows_kept, 0))
