@@ -25,7 +25,7 @@ def test_any_integer_type_is_taken(value: Any) -> None:
 
 def test_members_of_the_model_refuse_fractions(model: Any) -> None:
     lifecycle = model.lifecycle
-    with pytest.raises(InvalidArgumentError, match="budget_tokens is 5.5"):
+    with pytest.raises(InvalidArgumentError, match=r"budget_tokens is 5\.5"):
         lifecycle.alloc_sequence(5.5)
     seq = lifecycle.alloc_sequence()
     model.forward.prefill([3, 4, 5], seq)
@@ -39,7 +39,7 @@ def test_members_of_the_model_refuse_fractions(model: Any) -> None:
         with pytest.raises(InvalidArgumentError, match=name):
             call()
     model.verify.decode_verify([3, 4], seq)
-    with pytest.raises(InvalidArgumentError, match="rows_kept is 1.9"):
+    with pytest.raises(InvalidArgumentError, match=r"rows_kept is 1\.9"):
         model.verify.accept(seq, 1.9)
     model.verify.accept(seq, 1)
     assert seq.seq_len == 4
