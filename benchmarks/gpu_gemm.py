@@ -154,8 +154,8 @@ class Checks:
         self.rows(DIM, DIM, "narrow")
         self.rows(8192 + 64, DIM, "wide")
         self.rows(DIM, FEED_FORWARD, "narrow")
-        for form in ("narrow", "wide"):  # odd sizes: ragged last tiles, K no multiple of a stage
-            self.rows(836, 584, form)
+        for name in ("narrow", "wide"):  # odd sizes: ragged last tiles, K no multiple of a stage
+            self.rows(836, 584, name)
         self.epilogues(3104, 1160)
 
 
