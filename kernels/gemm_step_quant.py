@@ -45,57 +45,91 @@ from atlas_kernels.ptx_warp import block_x, lane_id, sync_threads, thread_x
 from atlas_kernels.ptx_wgmma import wgmma_zero
 from atlas_kernels.registry import kernel
 
+_ZERO = np.float32(0)
 _EXPONENT = 0x4B000000  # a byte below these bits is the float32 2**23 + byte
 
 
+def _scales(type: str) -> Any:
+    """(block) → d and m, 0 where there is none."""
+    has_minimum = type == "q4_1"
+
+    @device
+    def scales(block):
+        minimum = _ZERO
+        if has_minimum:
+            minimum = from_f16(load_shared_b16(i32(block + 2)))
+        return from_f16(load_shared_b16(block)), minimum
+
+    return scales
+
+
 def _pair(type: str) -> Any:
-    """(block, k16 step, element) → two neighbouring elements of the step as a word of bf16."""
+    """(block, its scales, k16 step, element) → two neighbouring elements as a word of bf16."""
     offset = np.float32(2.0**23 + {"q8_0": 128, "q4_0": 8, "q4_1": 0}[type])
     has_bytes, has_minimum = type == "q8_0", type == "q4_1"
     first = 4 if has_minimum else 2
 
     @device
-    def pair(block, half, element):
-        scale = from_f16(load_shared_b16(block))
+    def pair(block, scales, half, element):
         if has_bytes:
             word = i32(load_shared_u16(i32(block + first + half * 16 + element)) ^ 0x8080)
         else:
             word = i32((load_shared_u16(i32(block + first + element)) >> (half * 4)) & 0x0F0F)
-        a = bits_float(permute_bytes(word, _EXPONENT, 0x7440)) - offset
-        b = bits_float(permute_bytes(word, _EXPONENT, 0x7441)) - offset
+        a = scales[0] * (bits_float(permute_bytes(word, _EXPONENT, 0x7440)) - offset)
+        b = scales[0] * (bits_float(permute_bytes(word, _EXPONENT, 0x7441)) - offset)
         if has_minimum:
-            minimum = from_f16(load_shared_b16(i32(block + 2)))
-            return pack_bf16(scale * a + minimum, scale * b + minimum)
-        return pack_bf16(scale * a, scale * b)
+            return pack_bf16(a + scales[1], b + scales[1])
+        return pack_bf16(a, b)
 
     return pair
 
 
-def _copy_weights(tile: MmaTile) -> Any:
-    """Start copying a stage of W, word by word, with zeros past the ranges' ends."""
-    columns, gated, threads, half = tile.columns, tile.gated, tile.threads, tile.columns // 2
-    line_bytes, offset = tile.line_bytes, tile.weights_offset
-    words, total = line_bytes // 4, tile.k_splits * columns * line_bytes // 4
-    pieces = -(-total // threads)
+def _weight_source(tile: MmaTile) -> Any:
+    """() → where this lane's words of the warp's first lines are, and how many lines follow.
+
+    A warp copies the 16 lines that it multiplies, as many at once as 32 words hold.
+    """
+    columns, gated, half = tile.columns, tile.gated, tile.columns // 2
+    line_bytes, words = tile.line_bytes, tile.line_bytes // 4
 
     @device
-    def copy_weights(w, w_stride, at, step, per_range, k, column0, num_columns):
-        for i in range(pieces):
-            piece = i32(thread_x() + i * threads)
-            line, word = quotient(piece, words), remainder(piece, words)
-            split, row = quotient(line, columns), remainder(line, columns)
-            if gated:
-                column = min(i32(column0 + remainder(row, half)), i32(num_columns - 1))
-                source_row = i32(column + quotient(row, half) * num_columns)
-            else:
-                source_row = min(i32(column0 + row), i32(num_columns - 1))
-            begin = i32(quotient(i32(split * per_range), 64) * line_bytes)
-            length = min(per_range, i32(k - split * per_range))
-            place = i32(step * line_bytes + word * 4)
-            inside = length > 0 and place < quotient(i32(length), 64) * line_bytes
-            source = w + i64(source_row) * w_stride + i64(begin + place)
-            if piece < total:
-                copy4_or_zero(at + offset + piece * 4, source, i32(4 if inside else 0))
+    def weight_source(w, w_stride, per_range, column0, num_columns):
+        sub, word = quotient(lane_id(), words), remainder(lane_id(), words)
+        number = i32((thread_x() >> 5) * 16)
+        split, row = quotient(number, columns), remainder(number, columns)
+        if gated:
+            column = i32(column0 + remainder(row, half) + sub)
+            source_row = i32(column + quotient(row, half) * num_columns)
+        else:
+            column = i32(column0 + row + sub)
+            source_row = column
+        begin = i32(quotient(i32(split * per_range), 64) * line_bytes + word * 4)
+        return w + i64(source_row) * w_stride + i64(begin), i32(num_columns - column)
+
+    return weight_source
+
+
+def _copy_weights(tile: MmaTile) -> Any:
+    """Start copying a stage of W, with zeros past the last column and the ranges' ends."""
+    columns, line_bytes, offset = tile.columns, tile.line_bytes, tile.weights_offset
+    words = line_bytes // 4
+    at_once = 32 // words
+    copies = -(-16 // at_once)
+
+    @device
+    def copy_weights(source, left, w_stride, at, step, per_range, k):
+        sub, word = quotient(lane_id(), words), remainder(lane_id(), words)
+        number = i32((thread_x() >> 5) * 16)
+        length = min(per_range, i32(k - quotient(number, columns) * per_range))
+        inside = i32(step * 64) < length
+        target = i32(at + offset + (number + sub) * line_bytes + word * 4)
+        begin = source + i64(step * line_bytes)
+        if sub < at_once:
+            for i in range(copies):
+                line = i * at_once
+                if line + sub < 16:
+                    size = i32(4 if inside and line < left else 0)
+                    copy4_or_zero(target + line * line_bytes, begin + i64(line) * w_stride, size)
 
     return copy_weights
 
@@ -103,24 +137,26 @@ def _copy_weights(tile: MmaTile) -> Any:
 def _multiply(tile: MmaTile, type: str) -> Any:
     """A warp's products of one stage: (accumulators, stage) → accumulators, k ascending."""
     offset, line_bytes, block_bytes = tile.weights_offset, tile.line_bytes, tile.line_bytes // 2
-    pair, load_rows, multiply = _pair(type), row_loads(tile), mma_columns(tile.rows)
+    scales, pair = _scales(type), _pair(type)
+    load_rows, multiply = row_loads(tile), mma_columns(tile.rows)
 
     @device
     def multiply_stage(total, at):
         lane = lane_id()
         element = i32((lane & 3) * 2)
         line = i32(at + offset + ((thread_x() >> 5) * 16 + (lane >> 2)) * line_bytes)
-        for step in range(4):
-            half = i32(step & 1)
-            upper = i32(line + (step >> 1) * block_bytes)
+        for block in range(2):
+            upper = i32(line + block * block_bytes)
             lower = i32(upper + 8 * line_bytes)
-            a = (
-                pair(upper, half, element),
-                pair(lower, half, element),
-                pair(upper, half, i32(element + 8)),
-                pair(lower, half, i32(element + 8)),
-            )
-            total = multiply(total, a, load_rows(at, step))
+            of_upper, of_lower = scales(upper), scales(lower)
+            for half in range(2):
+                a = (
+                    pair(upper, of_upper, i32(half), element),
+                    pair(lower, of_lower, i32(half), element),
+                    pair(upper, of_upper, i32(half), i32(element + 8)),
+                    pair(lower, of_lower, i32(half), i32(element + 8)),
+                )
+                total = multiply(total, a, load_rows(at, block * 2 + half))
         return total
 
     return multiply_stage
@@ -141,9 +177,9 @@ def make_gemm_step_quant(tile: MmaTile, type: str) -> Any:
     """
     splits, stages, stage_bytes = tile.k_splits, tile.stages, tile.stage_bytes
     halves, box_rows, ahead = 2 if tile.gated else 1, tile.box_rows, tile.stages - 1
-    copy_weights, copy_rows = _copy_weights(tile), row_copies(tile)
-    multiply_stage, zero = _multiply(tile, type), wgmma_zero(tile.rows)
-    store_sums, write = sum_stores(tile), writer(tile)
+    weight_source, copy_weights = _weight_source(tile), _copy_weights(tile)
+    copy_rows, multiply_stage = row_copies(tile), _multiply(tile, type)
+    zero, store_sums, write = wgmma_zero(tile.rows), sum_stores(tile), writer(tile)
     wait, drain = copy_wait(stages - 2), copy_wait(0)
 
     def gemm_step_quant(
@@ -154,9 +190,9 @@ def make_gemm_step_quant(tile: MmaTile, type: str) -> Any:
         base = dynamic_shared()
         column0, num_columns = i32(block_x() * box_rows), quotient(n, halves)
         per_range = range_length(k, splits)
+        source, left = weight_source(w, w_stride, per_range, column0, num_columns)
         for i in range(ahead):  # constants: no need to wait
-            at = i32(base + i * stage_bytes)
-            copy_weights(w, w_stride, at, i, per_range, k, column0, num_columns)
+            copy_weights(source, left, w_stride, i32(base + i * stage_bytes), i, per_range, k)
         wait_prerequisites()
         for i in range(ahead):
             copy_rows(x, x_stride, i32(base + i * stage_bytes), i, per_range, k, m)
@@ -168,7 +204,7 @@ def make_gemm_step_quant(tile: MmaTile, type: str) -> Any:
             sync_threads()  # the stage is there for all, and the one before is done with
             total = multiply_stage(total, i32(base + stage * stage_bytes))
             at = i32(base + free * stage_bytes)
-            copy_weights(w, w_stride, at, i + ahead, per_range, k, column0, num_columns)
+            copy_weights(source, left, w_stride, at, i + ahead, per_range, k)
             copy_rows(x, x_stride, at, i + ahead, per_range, k, m)
             copy_commit()
             free = stage

@@ -102,12 +102,18 @@ def prefill(
     q = bench.put(np.stack([given.every_q[n][at] for n, at in chosen]), "bf16", pad=8)
     out = bench.empty((len(chosen), given.heads, given.dim), "bf16", pad=24)
     lengths = [end - first for first, end in chunks]
-    args = [q.address, pools[0].address, pools[1].address, out.address]
-    args += [bench.put_ints(given.tables), bench.put_ints(np.cumsum([0, *lengths]))]
-    args += [bench.put_ints([at for _, at in chosen]), given.heads, given.kv_heads]
-    args += [given.window, given.tables.shape[1], q.stride, out.stride]
-    args += [np.float32(given.dim**-0.5), np.float32(given.softcap)]
-    tile = 64 if given.dim == 256 else 128
-    grid = (len(chunks) * given.heads, -(-max(lengths) // tile))
+    last = [out.address, bench.put_ints(given.tables), bench.put_ints(np.cumsum([0, *lengths]))]
+    last += [bench.put_ints([at for _, at in chosen]), given.heads, given.kv_heads]
+    strides = [given.tables.shape[1], q.stride, out.stride, np.float32(given.dim**-0.5)]
+    if form == "wgmma_d128":
+        sizes = len(given.k), given.kv_heads
+        raw = [bench.memory.pool_map(pool.address, *sizes) for pool in pools]
+        maps = [bench.memory.put(np.frombuffer(map, np.uint8)) for map in raw]
+        args = [q.address, *maps, *last, *strides]
+        grid = (len(chunks) * given.heads, -(-max(lengths) // 128) + 1)
+    else:
+        args = [q.address, pools[0].address, pools[1].address, *last]
+        args += [given.window, *strides, np.float32(given.softcap)]
+        grid = (len(chunks) * given.heads, -(-max(lengths) // (64 if given.dim == 256 else 128)))
     bench.run(f"attention_prefill_{form}", grid, args)
     return bench.get(out)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
-from tests.kernels.launches import Bench, close
+from tests.kernels.launches import Bench, close, gpu_bench
 from tests.kernels.sequences import Sequences, prefill, put_pools
 
 CASES = [
@@ -22,6 +25,23 @@ def test_prefill(bench: Bench, given: Sequences, chunks: list[tuple[int, int]], 
     got = prefill(bench, given, put_pools(bench, given), chunks, form)
     want = given.definition([(n, at) for n, chunk in enumerate(chunks) for at in range(*chunk)])
     close(got, want, "bf16", 4e-3)
+
+
+@pytest.mark.gpu
+def test_wgmma(gpu: Any, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper: the definition, and any chunks give the same bits."""
+    monkeypatch.setenv("ATLAS_CACHE_DIR", str(kernel_cache))
+    bench, given = gpu_bench(gpu), Sequences([700, 9, 129], 4, 2, 128)
+    pools = put_pools(bench, given)
+    chunks = [(0, 700), (0, 9), (0, 129)]
+    whole = prefill(bench, given, pools, chunks, "wgmma_d128")
+    want = given.definition([(n, at) for n, chunk in enumerate(chunks) for at in range(*chunk)])
+    close(whole, want, "bf16", 4e-3)
+    for first, end in [(0, 13), (13, 300), (300, 301), (301, 700)]:
+        part = prefill(bench, given, pools, [(first, end), (0, 0), (0, 5)], "wgmma_d128")
+        np.testing.assert_array_equal(part[: end - first], whole[first:end])
+        np.testing.assert_array_equal(part[end - first :], whole[709:714])
+    gpu.free()
 
 
 @pytest.mark.parametrize("window", [0, 50])

@@ -29,8 +29,18 @@ TODAY = OTHERS[datetime.date.today().toordinal() % len(OTHERS)]
 ROTATED = os.environ.get("ATLAS_KERNEL_ARCH", TODAY)
 """Besides sm_90a, one architecture a day: all of them would take the check too long."""
 
-SPILLS: dict[str, str] = {}
-"""Kernels that may spill, each with the reason."""
+_OLD = "the assembler for sm_80 takes a hundred registers more than for sm_90; once a block of keys"
+_FULL = "some 80 bytes of a step's maxima, with 192 accumulators of 255 registers"
+SPILLS: dict[str, dict[str, str]] = {
+    "sm_80": {
+        **{f"attention_decode_d{dim}_r32": _OLD for dim in (64, 80, 96, 128)},
+        **{f"attention_decode_d{dim}_r16": _OLD for dim in (80, 96, 128, 256)},
+        "attention_prefill_d128_k32": _FULL,
+    },
+    "sm_100": {"attention_prefill_d128_k32": _FULL},
+    "sm_120": {"attention_prefill_d128_k32": _FULL},
+}
+"""Kernels that may spill on an architecture, each with the reason."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +54,9 @@ def test_every_kernel_compiles_without_spills(arch: str) -> None:
     assert sorted(table) == build.names_for(arch)
     assert len(table) > 60
     spilling = [info.name for info in table.values() if info.spill_bytes or info.stack_bytes]
-    assert [name for name in spilling if name not in SPILLS] == []
-    assert [name for name in SPILLS if name not in spilling] == [], "no longer an exception"
+    allowed = SPILLS.get(arch, {})
+    assert [name for name in spilling if name not in allowed] == []
+    assert [name for name in allowed if name not in spilling] == [], "no longer an exception"
     for info in table.values():
         assert info.warnings == (), info.name
         # All that launch bounds promise: min_blocks thread blocks fit an SM's registers.
