@@ -102,7 +102,8 @@ def test_an_environment(environment: Path, model: Path, engine: Engine, tmp_path
 def test_a_prefix(wheel: Path, model: Path, engine: Engine, tmp_path: Path) -> None:
     """A folder with packages alone: Python is the one that built the library."""
     prefix = tmp_path / "prefix"
-    pip("install", "--no-deps", "--prefix", prefix, wheel)
+    # Without --ignore-installed pip would first uninstall the package from this environment.
+    pip("install", "--no-deps", "--ignore-installed", "--prefix", prefix, wheel)
     (site,) = prefix.glob("lib/python*/*-packages")
     config = ["env", f"PYTHONPATH={site}", sys.executable, str(prefix / "bin" / "atlas-config")]
     found = check_programs(config, model, engine, tmp_path)
