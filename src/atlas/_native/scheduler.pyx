@@ -1,4 +1,8 @@
-"""Which rows of which sequences run next, up to two steps ahead of what is known."""
+"""Which rows of which sequences run next, up to two steps ahead of what is known.
+
+Long because all doors are here with their contracts; the work is in ``planner``, ``outcome``,
+``running_set`` and ``at_rest``.
+"""
 
 import numpy as np
 

@@ -9,6 +9,7 @@ import json
 import math
 import types
 import typing
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, Literal
@@ -30,7 +31,7 @@ _NOT_PARAMETERS = {"logits_processor"}  # a Python function
 Kinds = dict[str, tuple[Any, ...]]
 
 
-class OptionSet:
+class OptionSet(ABC):
     """Values by name, each checked against what the name allows."""
 
     what = "option"
@@ -38,9 +39,9 @@ class OptionSet:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
 
+    @abstractmethod
     def kinds(self) -> Kinds:
         """The names and what each may be."""
-        raise NotImplementedError
 
     def set(self, key: str, value: Any) -> None:
         """Set from text, or from a number as it is."""
@@ -53,8 +54,9 @@ class OptionSet:
         self.check(key, value)
         self.values[key] = value
 
+    @abstractmethod
     def check(self, key: str, value: Any) -> None:
-        """Raise when a value is out of its range; here, ranges are checked when used."""
+        """Raise when a value is out of its range."""
 
 
 @handled("load options")
@@ -65,6 +67,9 @@ class LoadOptionSet(OptionSet):
 
     def kinds(self) -> Kinds:
         return load_options()
+
+    def check(self, key: str, value: Any) -> None:
+        """Nothing here: the engine checks ranges when the options are used."""
 
 
 @handled("sampling")

@@ -1,4 +1,7 @@
-"""Forward passes: prefill, decode and their mixtures, each one sweep over the weights."""
+"""Forward passes: prefill, decode and their mixtures, each one sweep over the weights.
+
+Long because contract and implementation of a group stay in one file; two thirds are docstrings.
+"""
 
 from __future__ import annotations
 
