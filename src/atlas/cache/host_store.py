@@ -26,23 +26,6 @@ class HostStore:
         """Blocks of a saved session, for a RESTORE to come."""
         self._spilled[handle] = parts
 
-    def read(self, blocks: Array) -> list[Array]:
-        """Copies of blocks, layer by layer, K then V: [n, …] each."""
-        pools = (self._pools.keys, self._pools.values)
-        return [pool[blocks] for layer in zip(*pools, strict=True) for pool in layer]
-
-    def write(self, blocks: Array, parts: list[Array]) -> None:
-        """What :meth:`read` gave, into other blocks."""
-        pools = (self._pools.keys, self._pools.values)
-        flat = [pool for layer in zip(*pools, strict=True) for pool in layer]
-        for pool, part in zip(flat, parts, strict=True):
-            pool[blocks[: len(part)]] = part
-
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy on write: one block, all layers."""
-        for pool in (*self._pools.keys, *self._pools.values):
-            pool[target] = pool[source]
-
     def forget(self, handle: int) -> None:
         """A request ended: drop what is still spilled of it."""
         self._spilled.pop(handle, None)
@@ -65,17 +48,17 @@ class HostStore:
             first = int(action["first_block"])
             named = blocks[first : first + int(action["num_blocks"])].astype(np.int64)
             if kind == ActionKind.COPY_BLOCK:
-                self.copy_block(int(action["source"]), int(action["target"]))
+                self._pools.copy_block(int(action["source"]), int(action["target"]))
             elif kind == ActionKind.SPILL:
                 try:
-                    self._spilled[handle] = self.read(named)
+                    self._spilled[handle] = list(self._pools.read(named))
                 except MemoryError as error:
                     lost[handle] = OutOfMemoryError(
                         f"no host memory for the {len(named)} KV blocks of a preempted request"
                     )
                     lost[handle].__cause__ = error
             elif kind == ActionKind.RESTORE:
-                self.write(named, self._spilled.pop(handle))
+                self._pools.write(named, self._spilled.pop(handle))
             elif kind != ActionKind.REQUEUE:
                 raise CapabilityError(f"action {ActionKind(kind).name} needs recurrent state")
         return lost

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from atlas._native.pool import LaunchList
 from atlas.backends.cpu.device import CpuDevice, Queue
 from atlas.backends.cpu.pack import PackedMatrix, pack
 from atlas.backends.cpu.target import cpu_target
 from atlas.layers.network import Network
-from atlas.layers.step import StepBuffers, StepShape
+from atlas.layers.step import Array, StepBuffers, StepShape
 from atlas.ops.blocks import HostMatrix
 from atlas.ops.select import bind, implementations
 
@@ -70,6 +72,11 @@ class CpuRuntime:
         else:
             self._recorded.move_to_end(shape)
         return launches
+
+    def read_bytes(self, array: Array, starts: Sequence[int], count: int) -> Iterator[Array]:
+        """``count`` bytes of a weight array from each of ``starts`` on."""
+        data = array.reshape(-1).view(np.uint8)
+        return (data[start : start + count] for start in starts)
 
     def forget_recorded(self) -> None:
         """Drop every recorded list (ops were replaced)."""
