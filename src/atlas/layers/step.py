@@ -7,6 +7,7 @@ shape: only the contents change.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,7 +168,7 @@ def buffer_shapes(
     }
 
 
-def allocate(shapes: dict[str, tuple[int, ...]]) -> StepBuffers:
+def allocate(shapes: Mapping[str, tuple[int, ...]]) -> StepBuffers:
     """Zeroed buffers of these shapes; untouched pages cost no memory."""
     arrays: dict[str, Any] = {
         name: pages.zeros(shape, np.int32 if name in _INTEGERS else np.float32)

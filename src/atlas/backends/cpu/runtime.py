@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from atlas._native.pool import LaunchList
+from atlas.backends.backend import Shapes
 from atlas.backends.cpu.device import CpuDevice, Queue
 from atlas.backends.cpu.pack import PackedMatrix, pack
 from atlas.backends.cpu.target import cpu_target
+from atlas.cache.kv import KvPools, allocate_pools
+from atlas.config import ModelConfig
 from atlas.layers.network import Network
-from atlas.layers.step import Array, StepBuffers, StepShape
+from atlas.layers.step import Array, StepBuffers, StepShape, allocate
 from atlas.ops.blocks import HostMatrix
 from atlas.ops.select import bind, implementations
 
@@ -31,6 +34,7 @@ class CpuRuntime:
     """
 
     name = "cpu"
+    gains_by_feed = False  # a step runs in the thread that plans the next one
 
     def __init__(self, threads: int, on_compile: Callable[[str], None] | None = None) -> None:
         self.device = CpuDevice(threads, on_compile)
@@ -42,6 +46,18 @@ class CpuRuntime:
     def fingerprint(self) -> str:
         """What a result's bits depend on besides the model: the instruction set."""
         return f"cpu-{cpu_target().level}"
+
+    def pools(self, config: ModelConfig, num_blocks: int, kv_dtype: str) -> KvPools:
+        """The KV pools, zeroed."""
+        return allocate_pools(config, num_blocks, kv_dtype)
+
+    def buffers(self, shapes: Shapes) -> StepBuffers:
+        """A step's buffers, zeroed."""
+        return allocate(shapes)
+
+    def place(self, values: Array) -> Array:
+        """The values themselves: bodies read them where they are."""
+        return values
 
     def pack(self, matrices: Sequence[HostMatrix], groups: int = 1) -> PackedMatrix:
         """Repack weights for the bodies."""

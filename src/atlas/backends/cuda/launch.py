@@ -209,8 +209,7 @@ def packed_arguments(
     if len(args) != len(declared):
         raise ShapeError(f"kernel {kernel} takes {len(declared)} arguments, got {len(args)}")
     return tuple(
-        _word(kernel, name, kind, value)
-        for (name, kind), value in zip(declared, args, strict=True)
+        _word(kernel, name, kind, value) for (name, kind), value in zip(declared, args, strict=True)
     )
 
 
