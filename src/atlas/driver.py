@@ -271,9 +271,11 @@ class Driver:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """The calling thread's turn on the model; the owner thread waits."""
+        """The calling thread's turn on the model, with no step under way; the owner waits."""
         self._core.require_alive()
         with self._turn(), self._core.driven_here():
+            if not self._stepping:
+                self._loop.settle()
             yield
 
     @contextmanager

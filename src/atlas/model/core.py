@@ -32,6 +32,7 @@ from atlas.model.batch import Batch, RowKind, Window
 from atlas.model.lifetime import Lifetime
 from atlas.model.logits_view import LogitsArena, LogitsView
 from atlas.model.sequence import SequenceState
+from atlas.model.step_result import FinishedStep, StepResult
 from atlas.whole_number import whole_number
 
 if TYPE_CHECKING:
@@ -291,8 +292,26 @@ class ModelCore:
             start += int(count)
         self._run(shape)
 
-    def run_plan(self, plan: Plan) -> None:
-        """One sweep for a scheduler's plan; its logits go to the arena rows from 0 on."""
+    def launch_plan(
+        self,
+        plan: Plan,
+        *,
+        wants_tokens: bool,
+        host_rows: Sequence[int],
+        before: StepResult | None = None,
+    ) -> StepResult:
+        """One sweep for a scheduler's plan; its logits go to the arena rows from 0 on.
+
+        Parameters
+        ----------
+        plan : Plan
+        wants_tokens : bool
+            Whether somebody will read the greedy choice.
+        host_rows : sequence of int
+            Logits rows that will be read.
+        before : StepResult, optional
+            The step before, where it is not settled yet: rows of this one may take its tokens.
+        """
         buffers = self.buffers
         write_batch(
             plan,
@@ -303,10 +322,17 @@ class ModelCore:
             buffers.block_tables,
             buffers.logits_rows,
         )
+        fed = np.flatnonzero(plan.source_rows >= 0) if before is not None else ()
+        if len(fed):
+            assert before is not None
+            buffers.token_ids[fed] = before.tokens()[plan.source_rows[fed]]
         step_rows = int(buffers.cu_rows[plan.num_decode])
         self._run(
             StepShape(plan.num_rows, plan.num_seqs, plan.num_logits, 0, step_rows, plan.num_decode)
         )
+        count = plan.num_logits
+        tokens = self.argmax_rows(count) if wants_tokens and count else None
+        return FinishedStep(tokens, buffers.logits[:count], host_rows)
 
     def _run(self, shape: StepShape) -> None:
         """The sweep, once the step's integers are in the buffers."""
