@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from atlas.errors import InvalidArgumentError
@@ -10,7 +10,8 @@ from atlas.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from atlas.cache.kv import KvPools
     from atlas.config import ModelConfig
-    from atlas.layers.step import StepBuffers
+    from atlas.layers.network import Network
+    from atlas.layers.step import StepBuffers, StepShape
 
 DeviceName = Literal["cpu", "cuda"]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -105,6 +106,18 @@ class Runtime(Protocol):
 
     def place(self, values: Any) -> Any:
         """A float32 array where the kernels read it."""
+        ...
+
+    def prepare(self, network: Network, buffers: StepBuffers, shapes: Sequence[StepShape]) -> None:
+        """Load, or compile, what steps of these shapes run, so that no request waits for it."""
+        ...
+
+    def run(self, network: Network, buffers: StepBuffers, shape: StepShape) -> None:
+        """One sweep of ``network`` over the front of ``buffers``."""
+        ...
+
+    def read_bytes(self, array: Any, starts: Sequence[int], count: int) -> Iterable[Any]:
+        """``count`` bytes of a weight array from each of ``starts`` on."""
         ...
 
     def close(self) -> None:

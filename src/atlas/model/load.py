@@ -232,7 +232,7 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
     backend = options.backend()
     max_seq_len = options.max_seq_len or min(config.max_seq_len, _DEFAULT_SEQ_LEN)
     stored = checkpoint.weight_formats()
-    kv_dtype = options.kv_dtype
+    kv_dtype: str = options.kv_dtype
     if kv_dtype == "auto":
         kv_dtype = backend.auto_kv_dtype(
             widened=options.dtype == "float32",

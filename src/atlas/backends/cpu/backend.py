@@ -23,8 +23,8 @@ class CpuBackend:
     name = "cpu"
     step_rows = 1
     piece_rows = 128  # more are no faster, and fewer pages of the buffers are touched
-    kv_dtypes = ("float32", "float16")
-    dtypes = ("auto", "float32")
+    kv_dtypes: tuple[str, ...] = ("float32", "float16")
+    dtypes: tuple[str, ...] = ("auto", "float32")
 
     def __init__(self, threads: int) -> None:
         self.threads = threads

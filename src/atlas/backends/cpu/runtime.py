@@ -35,7 +35,6 @@ class CpuRuntime:
 
     name = "cpu"
     gains_by_feed = False  # a step runs in the thread that plans the next one
-    gains_by_feed = False  # a step runs in the thread that plans the next one
 
     def __init__(self, threads: int, on_compile: Callable[[str], None] | None = None) -> None:
         self.device = CpuDevice(threads, on_compile)

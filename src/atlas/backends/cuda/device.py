@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from math import prod
 from typing import TYPE_CHECKING, Any
 
-from atlas.backends.cuda.array import DeviceArray
+from atlas.backends.cuda.array import DeviceArray, contiguous_strides
 from atlas.backends.cuda.driver import Driver
 from atlas.backends.cuda.module import KernelTable
 from atlas.errors import CapabilityError, InvalidArgumentError, OutOfMemoryError, ShapeError
@@ -44,6 +43,8 @@ class CudaDevice:
     num_sms : int
     kernels : KernelTable
     tensor_maps : TensorMaps
+    products : object, optional
+        cuBLASLt for products of many rows, where it was found to give the step kernel's bits.
 
     Raises
     ------
@@ -86,6 +87,7 @@ class CudaDevice:
         self.stream = self.create_stream() if stream is None else foreign_stream(stream)
         self.kernels = KernelTable(self, on_compile)
         self.tensor_maps = TensorMaps(self)
+        self.products: Any = None
         self._closed = False
 
     @property
@@ -241,9 +243,7 @@ class TensorMaps:
         if shape is None:
             shape, strides = array.shape, array.strides[:-1]
         elif strides is None:
-            strides = tuple(
-                array.itemsize * prod(shape[axis + 1 :]) for axis in range(len(shape) - 1)
-            )
+            strides = contiguous_strides(shape, array.itemsize)[:-1]
         assert strides is not None
         if array.dtype not in ("bfloat16", "float16"):
             raise ShapeError(f"a tensor map of {array.dtype}; allowed: bfloat16, float16")

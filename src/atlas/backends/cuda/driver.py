@@ -44,7 +44,7 @@ class Driver:
             from cuda.bindings import driver as api
         except ImportError as error:
             raise CapabilityError(
-                f"the CUDA libraries for Python are missing ({error}): pip install 'atlas-llm[cuda]'"
+                f"Python's CUDA libraries are missing ({error}): pip install 'atlas-llm[cuda]'"
             ) from error
         self.api = api
         self.failure: AtlasError | None = None
