@@ -19,6 +19,7 @@ MODULES = (
     "attention_step",
     "cast",
     "embedding",
+    "feed",
     "gemm_step",
     "gemm_step_mma",
     "gemm_step_quant",

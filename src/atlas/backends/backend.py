@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from atlas.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from atlas.cache.kv import KvPools
     from atlas.config import ModelConfig
     from atlas.layers.network import Network
     from atlas.layers.step import StepBuffers, StepShape
@@ -83,6 +82,10 @@ class Backend(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Let go of the device where ``open`` was not reached; idempotent."""
+        ...
+
 
 class Runtime(Protocol):
     """A backend's side of one model: places weights, then runs steps."""
@@ -92,8 +95,8 @@ class Runtime(Protocol):
         """What a result's bits depend on besides the model."""
         ...
 
-    def pools(self, config: ModelConfig, num_blocks: int, kv_dtype: str) -> KvPools:
-        """The KV pools, zeroed."""
+    def pools(self, config: ModelConfig, num_blocks: int, kv_dtype: str) -> Any:
+        """The KV pools, zeroed; what ``cache.kv.KvPools`` offers."""
         ...
 
     def buffers(self, shapes: Shapes) -> StepBuffers:
@@ -123,6 +126,28 @@ class Runtime(Protocol):
     def close(self) -> None:
         """End everything; idempotent."""
         ...
+
+
+def choose_device(
+    device: str, *, dtype: str = "auto", kv_dtype: str = "auto"
+) -> tuple[DeviceName, str]:
+    """The device that a name means, and why.
+
+    ``auto`` is a GPU where one can be used and offers what is asked, else the CPU. A broken CUDA
+    installation is a reason, not an error; it never touches the CPU.
+    """
+    if device == "cpu":
+        return "cpu", "asked for"
+    if device == "cuda":
+        return "cuda", "asked for"
+    if device != "auto":
+        raise InvalidArgumentError(f"device is {device!r}; allowed: 'auto', 'cpu', 'cuda'")
+    if dtype != "auto" or kv_dtype in ("float32", "float16"):
+        return "cpu", f"dtype {dtype!r} with kv_dtype {kv_dtype!r} is offered there"
+    from atlas.backends.cuda.probe import find_gpu
+
+    found = find_gpu()
+    return ("cuda", found.words) if found.usable else ("cpu", found.words)
 
 
 def backend_named(device: str, *, threads: int = 1, stream: object = None) -> Backend:

@@ -26,6 +26,10 @@ class HostStore:
         """Blocks of a saved session, for a RESTORE to come."""
         self._spilled[handle] = parts
 
+    def read(self, blocks: Array) -> list[Array]:
+        """Copies of blocks of all layers, as the pools give them."""
+        return list(self._pools.read(blocks))
+
     def forget(self, handle: int) -> None:
         """A request ended: drop what is still spilled of it."""
         self._spilled.pop(handle, None)
@@ -51,7 +55,7 @@ class HostStore:
                 self._pools.copy_block(int(action["source"]), int(action["target"]))
             elif kind == ActionKind.SPILL:
                 try:
-                    self._spilled[handle] = list(self._pools.read(named))
+                    self._spilled[handle] = self.read(named)
                 except MemoryError as error:
                     lost[handle] = OutOfMemoryError(
                         f"no host memory for the {len(named)} KV blocks of a preempted request"

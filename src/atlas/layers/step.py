@@ -121,7 +121,7 @@ class StepBuffers:
         return replace(self, **arrays, step_rows=shape.step_rows, step_seqs=shape.step_seqs)
 
 
-_INTEGERS = (
+INPUTS = (
     "token_ids",
     "positions",
     "slots",
@@ -129,8 +129,9 @@ _INTEGERS = (
     "prompt_cu_rows",
     "block_tables",
     "logits_rows",
-    "expert_ids",
 )
+"""Integers that the host writes for every step; a device has a copy of them."""
+_INTEGERS = (*INPUTS, "expert_ids")
 
 
 def buffer_shapes(

@@ -32,7 +32,7 @@ from atlas.model.batch import Batch, RowKind, Window
 from atlas.model.lifetime import Lifetime
 from atlas.model.logits_view import LogitsArena, LogitsView
 from atlas.model.sequence import SequenceState
-from atlas.model.step_result import FinishedStep, StepResult
+from atlas.model.step_result import StepResult
 from atlas.whole_number import whole_number
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ class ModelCore:
         self.limits = limits
         self.blocks = BlockPool(pools.num_blocks)
         self.lifetime = Lifetime()
-        self.arena = LogitsArena(buffers.logits, self.lifetime.require)
+        self.lifetime.fault = runtime.fault
+        self.arena = LogitsArena(buffers.logits, self.lifetime.require, runtime.to_host)
         self.key = object()
         self.streams: set[int] = {0}
         self.prefix_cache: PrefixCache | None = None
@@ -271,26 +272,26 @@ class ModelCore:
         Every sequence must hold blocks for its rows. Logits go to the arena rows from
         ``batch.first_logits`` on; the caller claims them.
         """
-        buffers, rows = self.buffers, batch.num_rows
+        inputs, rows = self.runtime.inputs(self.buffers), batch.num_rows
         step_seqs = batch.num_step_seqs
         step_rows = int(batch.rows[:step_seqs].sum())
         first = batch.first_logits
         shape = StepShape(
             rows, len(batch.seqs), len(batch.logits_rows), first, step_rows, step_seqs
         )
-        buffers.token_ids[:rows] = batch.token_ids
-        buffers.positions[:rows] = batch.positions[0]
-        buffers.logits_rows[: shape.logits] = batch.logits_rows
-        np.cumsum(batch.rows, out=buffers.cu_rows[1 : shape.seqs + 1])
+        inputs.token_ids[:rows] = batch.token_ids
+        inputs.positions[:rows] = batch.positions[0]
+        inputs.logits_rows[: shape.logits] = batch.logits_rows
+        np.cumsum(batch.rows, out=inputs.cu_rows[1 : shape.seqs + 1])
         start = 0
         for i, (seq, count) in enumerate(zip(batch.seqs, batch.rows, strict=True)):
-            table = buffers.block_tables[i]
+            table = inputs.block_tables[i]
             seq.native.write_block_table(table)
             positions = batch.positions[0, start : start + count]
             block, offset = np.divmod(positions, self.pools.block_size)
-            buffers.slots[start : start + count] = table[block] * self.pools.block_size + offset
+            inputs.slots[start : start + count] = table[block] * self.pools.block_size + offset
             start += int(count)
-        self._run(shape)
+        self._run(inputs, shape)
 
     def launch_plan(
         self,
@@ -312,42 +313,42 @@ class ModelCore:
         before : StepResult, optional
             The step before, where it is not settled yet: rows of this one may take its tokens.
         """
-        buffers = self.buffers
+        inputs = self.runtime.inputs(self.buffers)
         write_batch(
             plan,
-            buffers.token_ids,
-            buffers.positions,
-            buffers.slots,
-            buffers.cu_rows,
-            buffers.block_tables,
-            buffers.logits_rows,
+            inputs.token_ids,
+            inputs.positions,
+            inputs.slots,
+            inputs.cu_rows,
+            inputs.block_tables,
+            inputs.logits_rows,
         )
         fed = np.flatnonzero(plan.source_rows >= 0) if before is not None else ()
         if len(fed):
-            assert before is not None
-            buffers.token_ids[fed] = before.tokens()[plan.source_rows[fed]]
-        step_rows = int(buffers.cu_rows[plan.num_decode])
-        self._run(
-            StepShape(plan.num_rows, plan.num_seqs, plan.num_logits, 0, step_rows, plan.num_decode)
+            self.runtime.feed(inputs, fed, plan.source_rows[fed], before)
+        step_rows = int(inputs.cu_rows[plan.num_decode])
+        shape = StepShape(
+            plan.num_rows, plan.num_seqs, plan.num_logits, 0, step_rows, plan.num_decode
         )
-        count = plan.num_logits
-        tokens = self.argmax_rows(count) if wants_tokens and count else None
-        return FinishedStep(tokens, buffers.logits[:count], host_rows)
+        self._run(inputs, shape)
+        result: StepResult = self.runtime.result(
+            self.buffers, plan.num_logits, wants_tokens=wants_tokens, host_rows=host_rows
+        )
+        return result
 
-    def _run(self, shape: StepShape) -> None:
-        """The sweep, once the step's integers are in the buffers."""
-        buffers, seqs = self.buffers, shape.step_seqs
-        prompts = buffers.cu_rows[seqs : shape.seqs + 1]
-        np.subtract(prompts, shape.step_rows, out=buffers.prompt_cu_rows[: len(prompts)])
+    def _run(self, inputs: Any, shape: StepShape) -> None:
+        """The sweep, once the step's integers are in the inputs."""
+        seqs = shape.step_seqs
+        prompts = inputs.cu_rows[seqs : shape.seqs + 1]
+        np.subtract(prompts, shape.step_rows, out=inputs.prompt_cu_rows[: len(prompts)])
         self.last_decode = None
-        self.arena.overwrite(shape.first_logits, shape.logits)
-        self.runtime.run(self.network, buffers, shape)
+        self.arena.overwrite(shape.first_logits, self.runtime.logits_written(shape))
+        self.runtime.run(self.network, self.buffers, shape)
 
     def argmax_rows(self, count: int) -> Ints:
         """Greedy id of arena rows 0 … count − 1; −1 marks a row that is not finite."""
-        out = np.empty(count, np.int32)
-        self.runtime.ops.argmax(self.buffers.logits[:count], out=out)
-        return out
+        ids: Ints = self.runtime.greedy(self.buffers, 0, count)
+        return ids
 
     def commit(self, seq: SequenceState, ids: Ints, kind: RowKind, verify_rows: int = 0) -> None:
         """Advance a sequence over rows that ran."""
@@ -364,9 +365,10 @@ class ModelCore:
 
     def argmax(self, view: LogitsView) -> Ints:
         """Greedy id of each row, int32 [rows]; −1 marks a row that is not finite."""
-        out = np.empty(view.num_rows, np.int32)
-        self.runtime.ops.argmax(view.numpy(), out=out)
-        return out
+        self.arena.check(view)
+        self.arena.mark_read(view)
+        ids: Ints = self.runtime.greedy(self.buffers, view.first_row, view.num_rows)
+        return ids
 
     def whole_arena(self) -> LogitsView:
         """Every row of the arena as it stands now."""
@@ -376,4 +378,5 @@ class ModelCore:
         """The final norm's rows of the last decode step, a copy [rows, D]."""
         if self.last_decode is None:
             raise StaleHandleError("no decode ran, or another forward overwrote its rows")
-        return self.buffers.last_hidden[: self.last_decode[1]].copy()
+        rows = self.runtime.to_host(self.buffers.last_hidden[: self.last_decode[1]])
+        return np.array(rows, np.float32)

@@ -164,13 +164,15 @@ def load_model(
     plan = plan_load(checkpoint, options)
     backend = options.backend()
     weights = _weights(checkpoint, options, backend)
-    plan.memory.require_room(backend.free_memory(), held=weights.nbytes)
     try:
+        plan.memory.require_room(backend.free_memory(), held=weights.nbytes)
         return _load(checkpoint, options, plan, backend, weights, on_progress, on_compile)
     except OutOfMemoryError:
         raise
     except MemoryError as error:
         raise plan.memory.refusal(str(error) or "an allocation failed") from error
+    finally:
+        backend.close()
 
 
 def _load(

@@ -56,3 +56,6 @@ class CpuBackend:
 
     def open(self, plan: Any, on_compile: Callable[[str], None] | None) -> CpuRuntime:
         return CpuRuntime(self.threads, on_compile)
+
+    def close(self) -> None:
+        """Nothing is taken before ``open``."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from atlas.backends.cuda.array import DeviceArray, contiguous_strides
-from atlas.backends.cuda.driver import Driver
+from atlas.backends.cuda.driver import Driver, dotted
 from atlas.backends.cuda.module import KernelTable
 from atlas.errors import CapabilityError, InvalidArgumentError, OutOfMemoryError, ShapeError
 
@@ -62,23 +62,17 @@ class CudaDevice:
     ) -> None:
         self.driver = driver = Driver() if driver is None else driver
         api = driver.api
-        count = int(driver(api.cuDeviceGetCount()))
-        if ordinal >= count:
-            raise CapabilityError(f"GPU {ordinal} does not exist; there are {count}")
-        self._device = driver(api.cuDeviceGet(ordinal))
+        self._device = usable_device(driver, ordinal)
         self.ordinal = ordinal
         self.name = _text(driver(api.cuDeviceGetName(256, self._device)))
-        attributes = api.CUdevice_attribute
-        self.capability = (
-            self._attribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
-            self._attribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
-        )
-        if self.capability < _OLDEST:
-            found, oldest = (".".join(map(str, pair)) for pair in (self.capability, _OLDEST))
-            raise CapabilityError(
-                f"{self.name} has compute capability {found}; allowed: {oldest} and newer"
+        self.capability = capability(driver, self._device)
+        self.num_sms = int(
+            driver(
+                api.cuDeviceGetAttribute(
+                    api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, self._device
+                )
             )
-        self.num_sms = self._attribute(attributes.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+        )
         self.context = driver(api.cuDevicePrimaryCtxRetain(self._device))
         self.pid = os.getpid()
         self.enter()
@@ -217,9 +211,6 @@ class CudaDevice:
             api.cuStreamDestroy(self.stream)
         api.cuDevicePrimaryCtxRelease(self._device)
 
-    def _attribute(self, attribute: Any) -> int:
-        return int(self.driver(self.driver.api.cuDeviceGetAttribute(attribute, self._device)))
-
 
 class TensorMaps:
     """TMA descriptors in device memory, one for each view and box; they live as long as the device.
@@ -300,6 +291,43 @@ class TensorMaps:
         while self._slabs:
             self._device.free(self._slabs.pop())
         self._places.clear()
+
+
+def usable_device(driver: Driver, ordinal: int = 0) -> Any:
+    """A device's handle; CapabilityError where it does not exist or is too old."""
+    count = int(driver(driver.api.cuDeviceGetCount()))
+    if ordinal >= count:
+        raise CapabilityError(f"GPU {ordinal} does not exist; the driver shows {count}")
+    device = driver(driver.api.cuDeviceGet(ordinal))
+    found = capability(driver, device)
+    if found < _OLDEST:
+        has, needs = (".".join(map(str, pair)) for pair in (found, _OLDEST))
+        name = _text(driver(driver.api.cuDeviceGetName(256, device)))
+        raise CapabilityError(f"{name} has compute capability {has}; allowed: {needs} and newer")
+    return device
+
+
+def capability(driver: Driver, device: Any) -> tuple[int, int]:
+    """Compute capability: (9, 0) for Hopper."""
+    names = driver.api.CUdevice_attribute
+    major = names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    minor = names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+    return (
+        int(driver(driver.api.cuDeviceGetAttribute(major, device))),
+        int(driver(driver.api.cuDeviceGetAttribute(minor, device))),
+    )
+
+
+def describe(driver: Driver) -> str:
+    """The first GPU in words; no context is made. CapabilityError where it cannot be used."""
+    device = usable_device(driver)
+    name = _text(driver(driver.api.cuDeviceGetName(256, device)))
+    total = int(driver(driver.api.cuDeviceTotalMem(device)))
+    major, minor = capability(driver, device)
+    return (
+        f"{name}, {total / 2**30:.0f} GiB, compute capability {major}.{minor}, "
+        f"driver for CUDA {dotted(driver.version)}"
+    )
 
 
 def foreign_stream(stream: object) -> int:

@@ -50,7 +50,7 @@ class KernelTable:
 
     def __init__(self, device: CudaDevice, on_compile: Callable[[str], None] | None = None) -> None:
         self._device = device
-        self._on_compile = on_compile
+        self.on_compile = on_compile
         self._loaded: dict[str, LoadedKernel] = {}
         self._ahead: dict[str, Any] | None = None
 
@@ -120,7 +120,7 @@ class KernelTable:
             found |= self._compile_beside(builtin, jobs)
         for name in missing:
             if name not in found:
-                found[name] = build.load(name, arch, on_compile=self._on_compile)
+                found[name] = build.load(name, arch, on_compile=self.on_compile)
         return found
 
     def _ahead_of_time(self) -> dict[str, Any]:
@@ -138,8 +138,8 @@ class KernelTable:
         """Compile in ``jobs`` processes; those that fail are left to the caller, who sees why."""
         from atlas_kernels.build import KernelBuildError, read_folder
 
-        if self._on_compile is not None:
-            self._on_compile(f"{len(names)} CUDA kernels")
+        if self.on_compile is not None:
+            self.on_compile(f"{len(names)} CUDA kernels")
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
         with tempfile.TemporaryDirectory(prefix="atlas-kernels-") as folder:
             running = []
