@@ -42,6 +42,10 @@ SPILLS: dict[str, dict[str, str]] = {
 """Kernels that may spill on an architecture, each with the reason."""
 
 
+LATE_TRIGGERS = ("moe_gate_up_bf16_r2", "moe_gate_up_bf16_r8")
+"""Kernels that let the next one start after their own wait: it reads what came before both."""
+
+
 @pytest.fixture(autouse=True)
 def _in_cache(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATLAS_CACHE_DIR", str(kernel_cache))
@@ -73,7 +77,11 @@ def test_ptx_is_clean(ptx_of: Callable[[str], str]) -> None:
         # No mangled names, no accidental float64, no calls, no local memory, no printing.
         for unwanted in ("_ZN", ".f64", "call", ".local", "vprintf", ".global .align"):
             assert unwanted not in ptx, f"{unwanted} in {name}"
-        assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait")
+        trigger, wait = (
+            ptx.index("griddepcontrol.launch_dependents"),
+            ptx.index("griddepcontrol.wait"),
+        )
+        assert (trigger > wait) == (name in LATE_TRIGGERS), name
 
 
 def test_older_architectures_have_no_dependent_launch() -> None:
