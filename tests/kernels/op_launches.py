@@ -30,7 +30,7 @@ _FLOAT32 = {
     "prepare_heads": {"q_norm", "k_norm", "rope_table"},
     "attention_step": {"q_norm", "k_norm", "rope_table"},
     "moe_route": {"scores", "weights"},
-    "moe_combine": {"weights"},
+    "moe_experts": {"weights"},
 }
 
 
@@ -39,7 +39,9 @@ class BenchQueue:
 
     def __init__(self, bench: Bench, arch: str, tensor_map: Any = None) -> None:
         self.bench, self.launched = bench, []
-        self.device = SimpleNamespace(arch=arch, num_sms=4, products=None)
+        self.device = SimpleNamespace(
+            arch=arch, capability=(8, 0) if arch == "sm_80" else (9, 0), num_sms=4, products=None
+        )
         self._tensor_map = tensor_map
 
     def launch(
@@ -99,7 +101,8 @@ class OnDevice:
         is_rows = type != "int32" and not name.endswith("pool") and stored.ndim > 1
         item = ITEM_BYTES[type]
         columns = stored[0].size if is_rows else 0
-        pad = -columns % (16 // item) if is_rows and stored.ndim == 2 else 0
+        is_padded = is_rows and stored.ndim == 2 and name != "weights"
+        pad = -columns % (16 // item) if is_padded else 0
         if pad:
             wide = np.zeros((len(stored), columns + pad), stored.dtype)
             wide[:, :columns] = stored.reshape(len(stored), -1)

@@ -355,24 +355,27 @@ def moe_route() -> Iterator[Case]:
         )
 
 
-def moe_linear() -> Iterator[Case]:
-    for n, format in enumerate(["f32", "bf16", "q4_0", "q8_0", "q4_k", "q5_1"]):
-        for inputs in (1, 3):
-            rng = _rng(15, n, inputs)
-            cols = 256 if FORMATS[format].is_quantized else 24
-            ids = np.stack([rng.permutation(6)[:3] for _ in range(11)]).astype(np.int32)
-            out = _nan(11, 3, 20)
+def moe_experts() -> Iterator[Case]:
+    formats = ["f32", "bf16", "q4_0", "q8_0", "q4_k", "q5_1"]
+    for n, format in enumerate(formats):
+        for activation, rows in (("silu", 11), ("gelu_tanh", 2)):
+            rng = _rng(15, n, rows)
+            dim, inner = (256, 256) if FORMATS[format].is_quantized else (128, 64)
+            ids = np.stack([rng.permutation(6)[:3] for _ in range(rows)]).astype(np.int32)
+            gate_up = random_matrix(rng, format, 6 * 2 * inner, dim)
+            down = random_matrix(rng, format, 6 * dim, inner)
+            x, out = _normal(rng, rows, dim) / 16, _normal(rng, rows, dim)
+            weights = np.abs(_normal(rng, rows, 3))
+            scratch = {
+                "expert_gate_up": _nan(rows, 3, 2 * inner),
+                "expert_activated": _nan(rows, 3, inner),
+                "expert_out": _nan(rows, 3, dim),
+            }
             yield Case(
-                f"{format}-I{inputs}",
-                (_normal(rng, 11, inputs, cols), random_matrix(rng, format, 6 * 20, cols), ids),
+                f"{format}-{activation}",
+                (x, gate_up, down, ids, weights, activation),
+                scratch | {"out": out},
                 {"out": out},
-                {"out": out},
-                1e-5,
+                2e-5,
                 groups=6,
             )
-
-
-def moe_combine() -> Iterator[Case]:
-    rng = _rng(16)
-    out = _normal(rng, 3, 50)
-    yield Case("T3", (_normal(rng, 3, 4, 50), _normal(rng, 3, 4)), {"out": out}, {"out": out})
