@@ -322,11 +322,12 @@ def _step_case(
     k, v = (_strided(rng, len(q), kv_heads, dim) for _ in range(2))
     seqs = np.repeat(np.arange(len(cu_rows) - 1), np.diff(cu_rows))
     slots = (tables[seqs, positions // 16] * 16 + positions % 16).astype(np.int32)
+    most = int(np.diff(cu_rows).max())
     norms = (1 + _normal(rng, dim) / 4, 1 + _normal(rng, dim) / 4) if norm else (None, None)
     angles = rng.uniform(0, 6, (int(positions.max()) + 1, dim // 2)).astype(np.float32)
     table = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     args = (
-        q, k, v, *norms, 1e-5, table, slots, tables, cu_rows, positions, scale, window, cap,
+        q, k, v, *norms, 1e-5, table, slots, tables, cu_rows, most, positions, scale, window, cap,
     )  # fmt: skip
     written = {"k_pool": k_pool, "v_pool": v_pool, "out": given.kwargs["out"]}
     return Case(given.id, args, dict(written), written, 1e-5 if dtype == "float32" else 1e-3)

@@ -25,7 +25,8 @@ class StepShape:
     """T rows of N sequences, of which L have logits, written from arena row ``first_logits``.
 
     The first ``step_rows`` rows are step tokens (generated or drafted) of the first ``step_seqs``
-    sequences; the other rows are prompt tokens of the other sequences.
+    sequences, none of which has more than ``max_step_rows``; the other rows are prompt tokens of
+    the other sequences.
     """
 
     rows: int
@@ -34,6 +35,7 @@ class StepShape:
     first_logits: int = 0
     step_rows: int = 0
     step_seqs: int = 0
+    max_step_rows: int = 0
 
     @classmethod
     def prompt(cls, rows: int, logits: int = 1) -> StepShape:
@@ -43,7 +45,7 @@ class StepShape:
     @classmethod
     def decode(cls, seqs: int) -> StepShape:
         """One step token of each of ``seqs`` sequences, all with logits."""
-        return cls(seqs, seqs, seqs, 0, seqs, seqs)
+        return cls(seqs, seqs, seqs, 0, seqs, seqs, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +74,7 @@ class StepBuffers:
     last_hidden : float32 [L, D]
         The final norm's output.
     logits : float32 [L, C]
-    step_rows, step_seqs : int
+    step_rows, step_seqs, max_step_rows : int
         As in ``StepShape``; 0 in the whole buffers.
     """
 
@@ -100,6 +102,7 @@ class StepBuffers:
     logits: Array
     step_rows: int = 0
     step_seqs: int = 0
+    max_step_rows: int = 0
 
     def view(self, shape: StepShape) -> StepBuffers:
         """The front of every buffer for a step of this shape."""
@@ -116,11 +119,13 @@ class StepBuffers:
         arrays: dict[str, Any] = {
             name: getattr(self, name)[by_name.get(name, rows)]
             for name in self.__slots__
-            if not name.startswith("step_")
+            if name not in _NUMBERS
         }
-        return replace(self, **arrays, step_rows=shape.step_rows, step_seqs=shape.step_seqs)
+        numbers = {name: getattr(shape, name) for name in _NUMBERS}
+        return replace(self, **arrays, **numbers)
 
 
+_NUMBERS = ("step_rows", "step_seqs", "max_step_rows")
 INPUTS = (
     "token_ids",
     "positions",

@@ -274,10 +274,15 @@ class ModelCore:
         """
         inputs, rows = self.runtime.inputs(self.buffers), batch.num_rows
         step_seqs = batch.num_step_seqs
-        step_rows = int(batch.rows[:step_seqs].sum())
-        first = batch.first_logits
+        steps = batch.rows[:step_seqs]
         shape = StepShape(
-            rows, len(batch.seqs), len(batch.logits_rows), first, step_rows, step_seqs
+            rows,
+            len(batch.seqs),
+            len(batch.logits_rows),
+            batch.first_logits,
+            int(steps.sum()),
+            step_seqs,
+            int(steps.max(initial=0)),
         )
         inputs.token_ids[:rows] = batch.token_ids
         inputs.positions[:rows] = batch.positions[0]
@@ -326,9 +331,15 @@ class ModelCore:
         fed = np.flatnonzero(plan.source_rows >= 0) if before is not None else ()
         if len(fed):
             self.runtime.feed(inputs, fed, plan.source_rows[fed], before)
-        step_rows = int(inputs.cu_rows[plan.num_decode])
+        steps = inputs.cu_rows[: plan.num_decode + 1]
         shape = StepShape(
-            plan.num_rows, plan.num_seqs, plan.num_logits, 0, step_rows, plan.num_decode
+            plan.num_rows,
+            plan.num_seqs,
+            plan.num_logits,
+            0,
+            int(steps[-1]),
+            plan.num_decode,
+            int(np.diff(steps).max(initial=0)),
         )
         self._run(inputs, shape)
         result: StepResult = self.runtime.result(

@@ -116,6 +116,7 @@ def attention_step(
     slots: DeviceArray,
     block_tables: DeviceArray,
     cu_rows: DeviceArray,
+    max_rows: int,
     positions: DeviceArray,
     scale: float,
     window: int | None,
@@ -125,15 +126,13 @@ def attention_step(
     v_pool: DeviceArray,
     out: DeviceArray,
 ) -> None:
-    """Where T = N · R, no sequence has more than R rows, whatever ``cu_rows`` then says."""
     sizes = _check_pools(q, k, v, slots, k_pool, v_pool)
     seqs = _check_tables(q, block_tables, cu_rows, positions, out)
-    most = sizes.rows if sizes.rows % seqs else sizes.rows // seqs
     half = match("float32", "P 2 R", rope_table)["R"]
     require_rotation(rope_table, sizes.dim)
-    sweep = _Sweep(queue, sizes, seqs, most, block_tables.shape[1], window)
+    sweep = _Sweep(queue, sizes, seqs, max_rows, block_tables.shape[1], window)
     tile = sweep.tile
-    if most > fresh_rows(sizes.dim, tile) or half % WIDTH:
+    if max_rows > fresh_rows(sizes.dim, tile) or half % WIDTH:
         prepare_heads(
             queue, q, k, v, q_norm, k_norm, norm_eps, positions, rope_table, slots,
             k_pool=k_pool, v_pool=v_pool,

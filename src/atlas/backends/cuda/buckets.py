@@ -43,11 +43,11 @@ def bucket(shape: StepShape, max_rows: int, max_seqs: int, max_logits: int) -> S
 
 def _decode_bucket(shape: StepShape) -> StepShape:
     seqs = shape.seqs if shape.seqs == 1 else padded_batch(shape.seqs)
-    rows = seqs * -(-shape.rows // shape.seqs)
+    rows = seqs * shape.max_step_rows
     logits = shape.logits
     if shape.first_logits == 0 and logits:
-        logits = rows if logits > seqs else seqs
-    return StepShape(rows, seqs, logits, shape.first_logits, rows, seqs)
+        logits = rows if logits > seqs else max(logits, min(rows, seqs))
+    return replace(shape, rows=rows, seqs=seqs, logits=logits, step_rows=rows, step_seqs=seqs)
 
 
 def padded_rows(rows: int) -> int:
