@@ -20,6 +20,7 @@ MODULES = (
     "cast",
     "embedding",
     "feed",
+    "gemm_finish",
     "gemm_step",
     "gemm_step_mma",
     "gemm_step_quant",

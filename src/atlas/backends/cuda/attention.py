@@ -33,6 +33,7 @@ from atlas.errors import ShapeError
 BLOCK_LEN = 16
 """Tokens in a block of the pools."""
 _WGMMA_DIM, _WGMMA_ROWS = 128, 128
+_PARTIAL_BYTES = 96 << 20  # of scratch for partial results; beyond it one worker has all splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,9 @@ class _Sweep:
         if window is not None:
             splits = min(splits, -(-(window + most) // SPLIT) + 1)
         workers = min(splits, -(-WORKERS_PER_SM * queue.device.num_sms // columns))
+        per_split = seqs * sizes.kv_heads * rows * (sizes.dim + 2) * 4
+        if splits * per_split > _PARTIAL_BYTES:
+            workers = 1
         room = splits if workers > 1 else min(splits, 2)
         self.grid = (columns, workers)
         self.numbers = (most, room, window or 0, blocks)

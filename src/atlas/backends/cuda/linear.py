@@ -44,11 +44,6 @@ class Epilogue:
     residual: DeviceArray | None = None
     gate: str | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """The sums are only rounded."""
-        return self.bias is None and self.residual is None and self.gate is None
-
 
 def linear(
     queue: Queue,
@@ -132,7 +127,16 @@ def _product(
     rows = len(x)
     if rows > STEP_ROWS:
         products = queue.device.products
-        if products is not None and products.run(queue, x, weight, epilogue, out, gated=gated):
+
+        def step(
+            queue: Queue, x: DeviceArray, out: DeviceArray, residual: DeviceArray | None
+        ) -> None:
+            own = Epilogue(epilogue.bias, residual)
+            step_product(queue, x, weight, own, out, ungated=gated)
+
+        if products is not None and products.run(
+            queue, x, weight, epilogue.bias, epilogue.residual, out, gated=gated, step=step
+        ):
             return
     for first in range(0, rows, STEP_ROWS):
         part = slice(first, first + STEP_ROWS)

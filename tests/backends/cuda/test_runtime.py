@@ -1,0 +1,135 @@
+"""The CUDA runtime on the host's memory: the CPU's results, whatever the bucket, eager or graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atlas.errors import KernelError, OutOfMemoryError
+from atlas.model.load import LoadedModel
+from tests.backends.cuda.host_gpu import HostGpu
+from tests.helpers.random_model import load_random
+
+TOLERANCE = 0.06  # of the greatest logit: activations, weights and KV are rounded to bfloat16
+PROMPT = (np.arange(37) * 7 % 203).astype(np.int32)
+
+
+@pytest.fixture
+def loaded(gpu: HostGpu) -> Iterator[LoadedModel]:
+    model = load_random("dense", "bf16", device="cuda", kv_tokens=1024)
+    yield model
+    model.core.close()
+
+
+def rows_of(loaded: LoadedModel, steps: int = 3) -> np.ndarray[Any, Any]:
+    """Logits of a prompt's end and of some greedy steps."""
+    model = loaded.model
+    seq = model.lifecycle.alloc_sequence()
+    rows = [model.logits.to_host(model.forward.prefill(PROMPT, seq))]
+    for _ in range(steps):
+        token = int(rows[-1].argmax())
+        rows.append(model.logits.to_host(model.forward.decode(token, seq)))
+    model.lifecycle.free_sequence(seq)
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("name", ["dense", "gemma", "dense_wide"])
+@pytest.mark.parametrize("format", ["bf16", "f32", "q8_0"])
+def test_the_logits_are_the_cpu_s(gpu: HostGpu, name: str, format: str) -> None:
+    if format == "q8_0" and name != "dense_wide":
+        pytest.skip("the shape does not divide into blocks")
+    on_gpu = load_random(name, format, device="cuda", kv_tokens=1024)
+    on_cpu = load_random(name, format, kv_tokens=1024)
+    got, want = rows_of(on_gpu), rows_of(on_cpu)
+    assert np.abs(got - want).max() < TOLERANCE * np.abs(want).max()
+    on_gpu.core.close()
+    on_cpu.core.close()
+
+
+def test_eager_and_graphed_agree_bitwise(gpu: HostGpu, loaded: LoadedModel) -> None:
+    graphed = rows_of(loaded)
+    assert "graph" in gpu.log
+    loaded.core.runtime.select("eager")
+    gpu.log.clear()
+    np.testing.assert_array_equal(rows_of(loaded), graphed)
+    assert "graph" not in gpu.log
+
+
+def test_rows_do_not_depend_on_the_batch_or_the_bucket(loaded: LoadedModel) -> None:
+    model = loaded.model
+    alone = rows_of(loaded, steps=1)
+    seqs = [model.lifecycle.alloc_sequence() for _ in range(5)]
+    for i, seq in enumerate(seqs):
+        model.forward.prefill((PROMPT + i) % 203, seq, logits="none")
+    first = model.lifecycle.alloc_sequence()
+    ends = model.forward.prefill(PROMPT, first)
+    np.testing.assert_array_equal(model.logits.to_host(ends)[0], alone[0])
+    token = int(alone[0].argmax())
+    view = model.forward.decode_batch([1, 2, token, 3, 4, 5], [*seqs[:2], first, *seqs[2:]])
+    np.testing.assert_array_equal(model.logits.to_host(view)[2], alone[1])
+    np.testing.assert_array_equal(
+        model.logits.argmax_batch(view, 6), model.logits.to_host(view).argmax(-1)
+    )
+
+
+def test_a_verify_is_serial_decoding(loaded: LoadedModel) -> None:
+    model = loaded.model
+    serial = rows_of(loaded, steps=4)
+    tokens = serial[:4].argmax(-1).astype(np.int32)
+    seq = model.lifecycle.alloc_sequence()
+    model.forward.prefill(PROMPT, seq)
+    result = model.verify.decode_verify(tokens, seq)
+    assert result.logits is not None
+    np.testing.assert_array_equal(model.logits.to_host(result.logits), serial[1:])
+    np.testing.assert_array_equal(result.argmax, serial[1:].argmax(-1))
+    model.verify.accept(seq, 2)
+    view = model.forward.decode(int(tokens[2]), seq)
+    np.testing.assert_array_equal(model.logits.to_host(view)[0], serial[3])
+
+
+def test_one_copy_brings_a_step_its_integers(gpu: HostGpu, loaded: LoadedModel) -> None:
+    rows_of(loaded)
+    model = loaded.model
+    seq = model.lifecycle.alloc_sequence()
+    model.forward.prefill(PROMPT, seq)
+    gpu.log.clear()
+    model.forward.decode(3, seq)
+    kinds = [entry.partition(" ")[0] for entry in gpu.log]
+    # In: wait for the region, copy, record. The step. Out: wait for the slot, copy, record.
+    assert kinds == ["wait", "copy", "record", "graph", "wait", "copy", "record"]
+
+
+def test_a_fault_of_the_device_ends_the_model(gpu: HostGpu, loaded: LoadedModel) -> None:
+    model = loaded.model
+    seq = model.lifecycle.alloc_sequence()
+    view = model.forward.prefill(PROMPT, seq)
+    gpu.fails["cuStreamSynchronize"] = 700
+    with pytest.raises(KernelError, match="status 700"):
+        model.logits.to_host(view)
+    gpu.fails.clear()
+    for _ in range(2):
+        with pytest.raises(KernelError, match="failed earlier"):
+            model.forward.decode(1, seq)
+    loaded.core.close()
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_allocated(gpu: HostGpu) -> None:
+    gpu.total = 1 << 20
+    with pytest.raises(OutOfMemoryError, match=r"weights need .* KV cache .* MiB are free"):
+        load_random("dense", "bf16", device="cuda")
+    assert gpu.live["memory"] == 0
+
+
+def test_an_allocation_that_fails_midway_leaves_nothing(gpu: HostGpu) -> None:
+    gpu.fails["cuMemHostAlloc"] = 2
+    with pytest.raises(OutOfMemoryError, match="weights need"):
+        load_random("dense", "bf16", device="cuda")
+    gpu.fails.clear()
+
+
+def test_the_plan_is_a_ceiling(gpu: HostGpu, loaded: LoadedModel) -> None:
+    rows_of(loaded)
+    assert gpu.used <= loaded.plan.total
