@@ -384,6 +384,8 @@ class Driver:
         except BaseException as error:
             self.failure = error
             self._fail_all(error)
+            if error is self._core.lifetime.fault():
+                return False  # the device is lost: every request has been told
             raise
         return True
 

@@ -13,7 +13,7 @@ from atlas.architectures.weight_names import expected_weights
 from atlas.backends.backend import Backend, DeviceName, backend_named
 from atlas.cache.kv import BLOCK_SIZE
 from atlas.config import ModelConfig
-from atlas.errors import InvalidArgumentError, OutOfMemoryError
+from atlas.errors import InvalidArgumentError
 from atlas.layers.step import StepShape, buffer_shapes
 from atlas.model import Model
 from atlas.model.core import Limits, ModelCore
@@ -166,11 +166,10 @@ def load_model(
     weights = _weights(checkpoint, options, backend)
     try:
         plan.memory.require_room(backend.free_memory(), held=weights.nbytes)
-        return _load(checkpoint, options, plan, backend, weights, on_progress, on_compile)
-    except OutOfMemoryError:
-        raise
-    except MemoryError as error:
-        raise plan.memory.refusal(str(error) or "an allocation failed") from error
+        try:
+            return _load(checkpoint, options, plan, backend, weights, on_progress, on_compile)
+        except MemoryError as error:
+            raise plan.memory.refusal(str(error) or "an allocation failed") from error
     finally:
         backend.close()
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from atlas.backends.cuda import backend, device, probe, runtime
-from tests.backends.cuda.host_gpu import HostGpu, HostKernels, host_ops
+from atlas.ops import linear
+from tests.backends.cuda.host_gpu import HostGpu, HostKernels, exact_product, host_ops
 
 
 @pytest.fixture
@@ -21,6 +22,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostGpu]:
     monkeypatch.setattr(backend, "SCRATCH_BYTES", 1 << 16)
     monkeypatch.setattr(backend, "RESERVE_BYTES", 0)
     monkeypatch.setattr(runtime.CudaRuntime, "fingerprint", "cuda-host")
+    monkeypatch.setattr(linear, "product", exact_product)
     monkeypatch.setattr(probe, "find_gpu", lambda: probe.FoundGpu(True, "the host's memory"))
     yield made
     if made.failure is None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from atlas._native.pool import LaunchList
 from atlas.backends.backend import Shapes
+from atlas.backends.cpu.compiler import BodyCompiler
 from atlas.backends.cpu.device import CpuDevice, Queue
 from atlas.backends.cpu.pack import PackedMatrix, pack
 from atlas.backends.cpu.target import cpu_target
@@ -49,6 +50,16 @@ class CpuRuntime:
     def fingerprint(self) -> str:
         """What a result's bits depend on besides the model: the instruction set."""
         return f"cpu-{cpu_target().level}"
+
+    @property
+    def words(self) -> str:
+        """The device, for people."""
+        return f"{self.fingerprint}, {self.device.threads} threads"
+
+    @property
+    def host_compiler(self) -> BodyCompiler:
+        """Compiles the bodies that run on the host whatever the backend (sampling)."""
+        return self.device.compiler
 
     def pools(self, config: ModelConfig, num_blocks: int, kv_dtype: str) -> KvPools:
         """The KV pools, zeroed."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from atlas._native.cuda_launch import CudaLaunchList
 from atlas.backends.backend import Shapes
+from atlas.backends.cpu.compiler import BodyCompiler
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.buckets import bucket
 from atlas.backends.cuda.device import CudaDevice
@@ -70,6 +71,7 @@ class CudaRuntime:
     """
 
     name = "cuda"
+    gains_by_feed = True
 
     def __init__(self, device: CudaDevice, weight_bytes: int) -> None:
         self.device = device
@@ -100,6 +102,16 @@ class CudaRuntime:
         from atlas_kernels.cache import source_hash
 
         return f"cuda-{self.device.arch}-{source_hash()[:12]}-bf16"
+
+    @property
+    def words(self) -> str:
+        """The device, for people."""
+        return f"{self.device.name}, {self.fingerprint}"
+
+    @property
+    def host_compiler(self) -> BodyCompiler:
+        """Compiles the bodies that run on the host whatever the backend (sampling)."""
+        return BodyCompiler(self.device.kernels.on_compile)
 
     def fault(self) -> AtlasError | None:
         """What broke the device for good."""
