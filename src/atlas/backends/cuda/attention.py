@@ -131,58 +131,80 @@ def attention_step(
     seqs = _check_tables(q, block_tables, cu_rows, positions, out)
     half = match("float32", "P 2 R", rope_table)["R"]
     require_rotation(rope_table, sizes.dim)
-    sweep = _Sweep(queue, sizes, seqs, max_rows, block_tables.shape[1], window)
-    tile = sweep.tile
-    if max_rows > fresh_rows(sizes.dim, tile) or half % WIDTH:
-        prepare_heads(
-            queue, q, k, v, q_norm, k_norm, norm_eps, positions, rope_table, slots,
-            k_pool=k_pool, v_pool=v_pool,
-        )  # fmt: skip
-        args: Args = (q, k_pool, v_pool, out, block_tables, cu_rows, positions, *sweep.scratch)
-        args += (sizes.heads, sizes.kv_heads, *sweep.numbers, q.strides[0], out.strides[0])
-        args += (scale, softcap or 0.0)
-        queue.launch(f"attention_decode_d{sizes.dim}_r{tile}", sweep.grid, args)
-        return
+    tile = _step_tile(sizes, max_rows)
+    is_fused = max_rows <= fresh_rows(sizes.dim, tile) and half % WIDTH == 0
     norms: Args = (0, 0)
     if q_norm is not None and k_norm is not None:
         match("float32", f"{sizes.dim}", q_norm, f"{sizes.dim}", k_norm)
         norms = (q_norm, k_norm)
-    args = (
-        q, k, v, *norms, rope_table, slots, k_pool, v_pool, out, block_tables, cu_rows, positions,
-        *sweep.scratch, sizes.heads, sizes.kv_heads, half, *sweep.numbers,
-        q.strides[0], k.strides[0], v.strides[0], out.strides[0], scale, softcap or 0.0, norm_eps,
-    )  # fmt: skip
-    queue.launch(f"attention_step_d{sizes.dim}_r{tile}", sweep.grid, args)
+    if not is_fused:
+        prepare_heads(
+            queue, q, k, v, q_norm, k_norm, norm_eps, positions, rope_table, slots,
+            k_pool=k_pool, v_pool=v_pool,
+        )  # fmt: skip
+    at_once = _sequences_at_once(sizes, max_rows)
+    for first in range(0, seqs, at_once):
+        part = slice(first, first + at_once)
+        tables, own_rows = block_tables[part], cu_rows[first : first + at_once + 1]
+        sweep = _sweep(queue, sizes, max_rows, tile, tables, window)
+        heads: Args = (sizes.heads, sizes.kv_heads)
+        pools: Args = (k_pool, v_pool, out, tables, own_rows, positions, *sweep.scratch)
+        if is_fused:
+            args: Args = (q, k, v, *norms, rope_table, slots, *pools, *heads, half, *sweep.numbers)
+            args += (q.strides[0], k.strides[0], v.strides[0], out.strides[0])
+            args += (scale, softcap or 0.0, norm_eps)
+            queue.launch(f"attention_step_d{sizes.dim}_r{tile}", sweep.grid, args)
+        else:
+            args = (q, *pools, *heads, *sweep.numbers, q.strides[0], out.strides[0])
+            args += (scale, softcap or 0.0)
+            queue.launch(f"attention_decode_d{sizes.dim}_r{tile}", sweep.grid, args)
 
 
+@dataclass(frozen=True, slots=True)
 class _Sweep:
-    """How the step's sweep over keys is shared out: tile, grid, scratch.
+    """How a sweep over keys is shared out: grid, scratch, and the numbers that tell of them."""
 
-    Workers beyond the splits of a sequence end at once, and one that has all of them keeps a
-    running result, so that ``room`` for two is enough.
-    """
+    grid: tuple[int, int]
+    scratch: tuple[int, int, int]
+    numbers: tuple[int, int, int, int]
 
-    def __init__(
-        self, queue: Queue, sizes: _Heads, seqs: int, most: int, blocks: int, window: int | None
-    ) -> None:
-        rows = most * sizes.group
-        wide = sizes.dim <= 128 and (rows > 16 or most > fresh_rows(sizes.dim, 16))
-        self.tile = 32 if wide else 16
-        columns = seqs * sizes.kv_heads * -(-rows // self.tile)
-        splits = -(-blocks * BLOCK_LEN // SPLIT)
-        if window is not None:
-            splits = min(splits, -(-(window + most) // SPLIT) + 1)
-        workers = min(splits, -(-WORKERS_PER_SM * queue.device.num_sms // columns))
-        per_split = seqs * sizes.kv_heads * rows * (sizes.dim + 2) * 4
-        if splits * per_split > _PARTIAL_BYTES:
-            workers = 1
-        room = splits if workers > 1 else min(splits, 2)
-        self.grid = (columns, workers)
-        self.numbers = (most, room, window or 0, blocks)
-        results = seqs * room * sizes.kv_heads * rows
-        partials = queue.scratch(results * (sizes.dim + 2) * 4)
-        counters = queue.scratch(columns * 4, zeroed=True)
-        self.scratch = (partials, partials + results * sizes.dim * 4, counters)
+
+def _step_tile(sizes: _Heads, max_rows: int) -> int:
+    """Query rows of a thread block."""
+    is_wide = max_rows * sizes.group > 16 or max_rows > fresh_rows(sizes.dim, 16)
+    return 32 if is_wide and sizes.dim <= 128 else 16
+
+
+def _result_bytes(sizes: _Heads, max_rows: int) -> int:
+    """Partial results of a split of one sequence."""
+    return max_rows * sizes.heads * (sizes.dim + 2) * 4
+
+
+def _sequences_at_once(sizes: _Heads, max_rows: int) -> int:
+    """As many as the partial results of two splits of each have room for."""
+    return max(1, _PARTIAL_BYTES // (2 * _result_bytes(sizes, max_rows)))
+
+
+def _sweep(
+    queue: Queue, sizes: _Heads, max_rows: int, tile: int, tables: DeviceArray, window: int | None
+) -> _Sweep:
+    """Workers beyond the splits of a sequence end at once; one that has all of them keeps a running
+    result, for which two places are enough."""
+    (seqs, blocks), rows = tables.shape, max_rows * sizes.group
+    columns = seqs * sizes.kv_heads * -(-rows // tile)
+    splits = -(-blocks * BLOCK_LEN // SPLIT)
+    if window is not None:
+        splits = min(splits, -(-(window + max_rows) // SPLIT) + 1)
+    workers = min(splits, -(-WORKERS_PER_SM * queue.device.num_sms // columns))
+    if seqs * splits * _result_bytes(sizes, max_rows) > _PARTIAL_BYTES:
+        workers = 1
+    room = splits if workers > 1 else min(splits, 2)
+    results = seqs * room * sizes.kv_heads * rows
+    partials = queue.scratch(results * (sizes.dim + 2) * 4)
+    counters = queue.scratch(columns * 4, zeroed=True)
+    sums = partials + results * sizes.dim * 4
+    numbers = (max_rows, room, window or 0, blocks)
+    return _Sweep((columns, workers), (partials, sums, counters), numbers)
 
 
 def attention_prefill(

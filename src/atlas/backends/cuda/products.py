@@ -2,7 +2,7 @@
 
 A matrix has one order of summation, that of the step GEMM. cuBLASLt promises none, so before an
 algorithm serves a kind of product it must give the step GEMM's bits on random rows of the matrix
-itself, at several numbers of rows (``_Trial``). Then it stays. Where K is cut into two ranges, an
+itself, at several numbers of rows (``Trial``). Then it stays. Where K is cut into two ranges, an
 algorithm that cuts it likewise is tried, and a product for each range, the second added to the
 first in float32. Kinds that no algorithm passes for go through the step GEMM, 128 rows at a time;
 ``disclosed`` says which.
@@ -13,7 +13,7 @@ A quantised matrix is first turned into bf16, which is what the step GEMM does w
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -113,11 +113,11 @@ class Products:
         kind = Kind(*shape, ranges, out.dtype, bias is not None, residual is not None)
         if kind not in self.plans:
             eager = Queue(self._device, queue.workspace)
-            self.plans[kind] = _Trial(self, eager, kind, weight, bias, step).plan()
+            self.plans[kind] = Trial(self, eager, kind, weight, bias, step).plan()
         plan = self.plans[kind]
         if plan is None:
             return False
-        _Launches(self, queue, kind, plan).put(x, weight, bias, out)
+        Launches(self, queue, kind, plan).put(x, weight, bias, out)
         return True
 
     def disclosed(self) -> list[str]:
@@ -134,7 +134,7 @@ class Products:
         self.library.close()
 
 
-class _Launches:
+class Launches:
     """The launches of one product under a plan."""
 
     def __init__(self, products: Products, queue: Queue, kind: Kind, plan: Plan) -> None:
@@ -210,7 +210,7 @@ class _Launches:
         self._queue.matmul(library.function, args, keep)
 
 
-class _Trial:
+class Trial:
     """Looks for algorithms that give the step GEMM's bits for a kind, on the matrix itself."""
 
     def __init__(
@@ -227,11 +227,16 @@ class _Trial:
         self._device = queue.device
         self._tried = (_FEW, _MANY if kind.rows <= _NARROW else _WIDE)
 
-    def plan(self) -> Plan | None:
-        """A plan whose results were equal, or None; an OutOfMemoryError counts as none."""
+    def plan(self, forms: Sequence[bool] | None = None) -> Plan | None:
+        """A plan whose results were equal, or None, as when memory does not suffice.
+
+        ``forms``: the values of ``Plan.by_range`` to try, in order; by default all that can serve.
+        """
+        if forms is None:
+            forms = [True] if self._kind.has_bias else [False, True]
         memory: list[int] = []
         try:
-            return self._search(memory)
+            return self._search(memory, forms)
         except OutOfMemoryError as error:
             _log.warning("cuBLASLt is not tried for %s: %s", self._kind, error)
             return None
@@ -240,7 +245,7 @@ class _Trial:
             for address in memory:
                 self._device.free(address)
 
-    def _search(self, memory: list[int]) -> Plan | None:
+    def _search(self, memory: list[int], forms: Sequence[bool]) -> Plan | None:
         kind, most = self._kind, self._tried[-1]
         rng = np.random.default_rng(kind.rows)
 
@@ -264,7 +269,7 @@ class _Trial:
             rows = slice(first, first + _STEP_ROWS)
             residual = self._want[rows] if kind.has_residual else None
             self._step(self._queue, x[rows], self._want[rows], residual)
-        for by_range in [True] if kind.has_bias else [False, True]:
+        for by_range in forms:
             if found := tuple(self._algorithms(x, by_range=by_range)):
                 return Plan(by_range, found)
         return None
@@ -298,7 +303,7 @@ class _Trial:
         for rows in self._tried:
             part = slice(0, rows)
             self._begin(self._got)
-            launches = _Launches(self._products, self._queue, self._kind, plan)
+            launches = Launches(self._products, self._queue, self._kind, plan)
             launches.put(x[part], self._weight, self._bias, self._got[part])
             if self._differences(self._want[part], self._got[part]):
                 return False
