@@ -18,6 +18,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostGpu]:
     monkeypatch.setattr(device, "Driver", lambda: made)
     monkeypatch.setattr(device, "KernelTable", HostKernels)
     monkeypatch.setattr(runtime, "implementations", lambda name: host_ops(made))
+    monkeypatch.setattr(runtime, "open_products", lambda device: None)
     monkeypatch.setattr(runtime, "SCRATCH_BYTES", 1 << 16)
     monkeypatch.setattr(backend, "SCRATCH_BYTES", 1 << 16)
     monkeypatch.setattr(backend, "RESERVE_BYTES", 0)

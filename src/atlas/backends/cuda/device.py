@@ -205,6 +205,8 @@ class CudaDevice:
         api = self.driver.api
         # After a failure every call reports that failure again: statuses say nothing here.
         api.cuCtxSetCurrent(self.context)
+        if self.products is not None:
+            self.products.close()
         self.kernels.close()
         self.tensor_maps.close()
         if self._owns_stream:

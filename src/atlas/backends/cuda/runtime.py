@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from atlas._native.cuda_launch import CudaLaunchList
 from atlas.backends.backend import Shapes
 from atlas.backends.cpu.compiler import BodyCompiler
-from atlas.backends.cuda.array import DeviceArray
+from atlas.backends.cuda.array import ITEM_BYTES, DeviceArray
 from atlas.backends.cuda.buckets import bucket
 from atlas.backends.cuda.device import CudaDevice
 from atlas.backends.cuda.graph import CapturedGraph
@@ -23,6 +23,7 @@ from atlas.backends.cuda.launch import KernelLaunch, Queue, Recording
 from atlas.backends.cuda.loading import Loader
 from atlas.backends.cuda.memory import Arena, Workspace, aligned
 from atlas.backends.cuda.pools import CudaKvPools
+from atlas.backends.cuda.products import open_products
 from atlas.backends.cuda.readback import ReadBacks, StepReadBack
 from atlas.errors import AtlasError, InvalidArgumentError
 from atlas.layers.network import Network
@@ -88,6 +89,7 @@ class CudaRuntime:
             self._readbacks: ReadBacks
             self._capture_stream = device.create_stream()
             self.functions = implementations("cuda")
+            device.products = open_products(device)
         except BaseException:
             self.close()
             raise
@@ -134,7 +136,7 @@ class CudaRuntime:
         arrays = layout.device_views(self._mirror)
         for name, shape in shapes.items():
             if name not in INPUTS:
-                arrays[name] = take_rows(arena, shape, element_type(name))
+                arrays[name] = take_rows(arena, name, shape)
         max_logits = shapes["logits"][0]
         self._chosen = arena.take((max_logits,), "int32", zero=True)
         self._regions = [InputRegion(device, layout) for _ in range(2)]
@@ -336,12 +338,19 @@ def element_type(name: str) -> str:
     return "float32" if name in _FLOAT32 else "bfloat16"
 
 
-def take_rows(arena: Arena, shape: tuple[int, ...], dtype: str) -> DeviceArray:
-    """A buffer whose rows begin at multiples of 16 bytes."""
-    if len(shape) != 2:
-        return arena.take(shape, dtype, zero=True)
-    columns = _row_elements(shape[1], dtype)
-    return arena.take((shape[0], columns), dtype, zero=True)[:, : shape[1]]
+def take_rows(arena: Arena, name: str, shape: tuple[int, ...]) -> DeviceArray:
+    """A buffer, zeroed, whose rows begin at multiples of 16 bytes."""
+    dtype = element_type(name)
+    whole = arena.take(padded_shape(name, shape), dtype, zero=True)
+    return whole if whole.shape == shape else whole[:, : shape[1]]
+
+
+def padded_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A buffer's shape in memory: choices of experts lie without gaps, other rows are padded."""
+    if len(shape) != 2 or name.startswith("expert_"):
+        return shape
+    per_vector = _ROW_ALIGNMENT // ITEM_BYTES[element_type(name)]
+    return shape[0], -(-shape[1] // per_vector) * per_vector
 
 
 def buffer_bytes(shapes: Shapes) -> int:
@@ -350,15 +359,8 @@ def buffer_bytes(shapes: Shapes) -> int:
     for name, shape in shapes.items():
         if name in INPUTS:
             continue
-        dtype = element_type(name)
-        rows = shape if len(shape) != 2 else (shape[0], _row_elements(shape[1], dtype))
-        total += aligned((2 if dtype == "bfloat16" else 4) * prod(rows))
+        total += aligned(ITEM_BYTES[element_type(name)] * prod(padded_shape(name, shape)))
     return total
-
-
-def _row_elements(columns: int, dtype: str) -> int:
-    per_vector = _ROW_ALIGNMENT // (2 if dtype == "bfloat16" else 4)
-    return -(-columns // per_vector) * per_vector
 
 
 def read_array(device: CudaDevice, array: DeviceArray) -> NDArray[Any]:
