@@ -16,7 +16,6 @@ from atlas.backends.cuda import device, driver, probe
 from atlas.errors import CapabilityError, KernelError
 from atlas.event import Event
 from tests.backends.cuda.host_gpu import HostGpu
-from tests.engine.folders import write_model
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.9, seed=5, top_k=20)
@@ -32,11 +31,6 @@ def note(events: dict[str, list[Event]], new: list[Event]) -> None:
         events.setdefault(event.request_id, []).append(event)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model")
-
-
 def open_engine(folder: Path, **options: Any) -> Engine:
     given = {"kv_tokens": 1024, "max_seq_len": 256, "quiet": True} | options
     return Engine(folder, device="cuda", **given)
@@ -44,7 +38,7 @@ def open_engine(folder: Path, **options: Any) -> Engine:
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_many_requests_end_as_alone_with_and_without_feed(
-    gpu: HostGpu, folder: Path, params: SamplingParams
+    cuda: str, folder: Path, params: SamplingParams
 ) -> None:
     with open_engine(folder, feed=False, prefix_cache=False) as engine:
         alone = [engine.generate(prompt, params).token_ids for prompt in PROMPTS]
@@ -96,7 +90,7 @@ def test_the_next_step_is_launched_before_the_last_one_s_tokens_are_read(
             assert "feed" in entries
 
 
-def test_spilled_and_requeued_requests_end_as_alone(gpu: HostGpu, folder: Path) -> None:
+def test_spilled_and_requeued_requests_end_as_alone(cuda: str, folder: Path) -> None:
     params = GREEDY.replace(max_tokens=100)
     with open_engine(folder) as engine:
         alone = [engine.generate(prompt, params).token_ids for prompt in PROMPTS]
@@ -117,7 +111,7 @@ def test_spilled_and_requeued_requests_end_as_alone(gpu: HostGpu, folder: Path) 
                 assert last.token_ids == alone[0], mode
 
 
-def test_a_saved_request_goes_on_bitwise(gpu: HostGpu, folder: Path, tmp_path: Path) -> None:
+def test_a_saved_request_goes_on_bitwise(cuda: str, folder: Path, tmp_path: Path) -> None:
     with open_engine(folder) as engine:
         alone = engine.generate(PROMPTS[1], SAMPLED).token_ids
         name = engine.submit(PROMPTS[1], SAMPLED)
