@@ -35,6 +35,8 @@ SPILLS: dict[str, dict[str, str]] = {
     "sm_80": {
         **{f"attention_decode_d{dim}_r32": _OLD for dim in (64, 80, 96, 128)},
         **{f"attention_decode_d{dim}_r16": _OLD for dim in (80, 96, 128, 256)},
+        **{f"attention_step_d{dim}_r32": _OLD for dim in (64, 80, 96, 128)},
+        **{f"attention_step_d{dim}_r16": _OLD for dim in (64, 80, 96, 128, 256)},
         "attention_prefill_d128_k32": _FULL,
     },
     "sm_120": {"attention_prefill_d128_k32": _FULL},
