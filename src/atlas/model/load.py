@@ -16,6 +16,7 @@ from atlas.config import ModelConfig
 from atlas.errors import InvalidArgumentError
 from atlas.layers.step import StepShape, buffer_shapes
 from atlas.model import Model
+from atlas.model.circuit import DenseCircuit
 from atlas.model.core import Limits, ModelCore
 from atlas.model.forward import DenseForward
 from atlas.model.lifecycle import DenseLifecycle
@@ -213,6 +214,7 @@ def _load(
         lifecycle=DenseLifecycle(core),
         streams=DenseStreams(core),
         verify=DenseVerify(core),
+        circuit=DenseCircuit(core),
     )
     return LoadedModel(model, core, plan.memory, weights.formats, plan.kv_dtype)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from atlas.errors import KernelError, OutOfMemoryError
+from atlas.model.circuit import ForwardSelection
 from atlas.model.load import LoadedModel
 from atlas.model.records import PrefillSlice
 from tests.backends.cuda.host_gpu import HostGpu
@@ -60,14 +61,14 @@ def test_the_logits_are_the_cpu_s(cuda: str, name: str, format: str) -> None:
 
 def test_eager_and_graphed_agree_bitwise(on_cuda: LoadedModel) -> None:
     graphed = rows_of(on_cuda)
-    on_cuda.core.runtime.select("eager")
+    on_cuda.model.circuit.set_forward(ForwardSelection("eager"))
     np.testing.assert_array_equal(rows_of(on_cuda), graphed)
 
 
 def test_decode_steps_are_graphs_where_asked(gpu: HostGpu, loaded: LoadedModel) -> None:
     rows_of(loaded)
     assert "graph" in gpu.log
-    loaded.core.runtime.select("eager")
+    loaded.model.circuit.set_forward(ForwardSelection("eager"))
     gpu.log.clear()
     rows_of(loaded)
     assert "graph" not in gpu.log

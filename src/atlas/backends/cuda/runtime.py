@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from atlas.errors import AtlasError, InvalidArgumentError
 from atlas.layers.network import Network
 from atlas.layers.step import INPUTS, StepBuffers, StepShape
 from atlas.ops.blocks import HostMatrix
-from atlas.ops.select import bind, implementations
+from atlas.ops.select import bind, implementations, takes_queue
 
 if TYPE_CHECKING:
     from atlas.config import ModelConfig
@@ -73,6 +74,12 @@ class CudaRuntime:
 
     name = "cuda"
     gains_by_feed = True
+    kinds: tuple[ForwardKind, ...] = ("graphed", "eager")
+    promises = (
+        "eager and graphed steps have the same bits",
+        "cached blocks that prompt tokens made serve prompts bitwise; those that generated tokens "
+        "made (reuse_generated) change bits",
+    )
 
     def __init__(self, device: CudaDevice, weight_bytes: int) -> None:
         self.device = device
@@ -89,6 +96,8 @@ class CudaRuntime:
             self._readbacks: ReadBacks
             self._capture_stream = device.create_stream()
             self.functions = implementations("cuda")
+            self._builtin = dict(self.functions)
+            self.replaced: dict[str, Callable[..., Any]] = {}
             device.products = open_products(device)
         except BaseException:
             self.close()
@@ -290,11 +299,14 @@ class CudaRuntime:
 
     # -- circuit and end ----------------------------------------------------------------------
 
-    def select(self, kind: ForwardKind) -> None:
-        """Run decode steps in this way from now on."""
-        if kind not in ("eager", "graphed"):
-            raise InvalidArgumentError(f"kind is {kind!r}; allowed: 'eager', 'graphed'")
+    def select(self, kind: ForwardKind, replaced: Mapping[str, Callable[..., Any]]) -> None:
+        """Run decode steps in this way, and these functions in place of ops, from now on."""
         self.kind = kind
+        self.replaced = dict(replaced)
+        self.functions.clear()
+        self.functions |= self._builtin
+        for name, function in replaced.items():
+            self.functions[name] = function if takes_queue(function) else _called(function)
         self.forget_recorded()
 
     def forget_recorded(self) -> None:
@@ -329,6 +341,19 @@ class CudaRuntime:
         if hasattr(self, "_capture_stream"):
             device.destroy_stream(self._capture_stream)
         device.close()
+
+
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's replacement of an op that is called at every replay."""
+    wants_stream = "stream" in inspect.signature(function).parameters
+
+    def op(queue: Queue, *args: Any, **kwargs: Any) -> None:
+        def call(stream: int) -> None:
+            function(*args, **kwargs, **({"stream": stream} if wants_stream else {}))
+
+        queue.call(call)
+
+    return op
 
 
 def element_type(name: str) -> str:
