@@ -73,6 +73,7 @@ class CudaRuntime:
     """
 
     name = "cuda"
+    samples = False  # tokens other than the greedy ones are the host's choice
     gains_by_feed = True
     kinds: tuple[ForwardKind, ...] = ("graphed", "eager")
     promises = (
