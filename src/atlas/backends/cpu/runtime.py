@@ -45,6 +45,7 @@ class CpuRuntime:
         "results do not depend on the number of threads",
         "a warm prefix cache gives a cold one's bits",
     )
+    samples = False  # tokens other than the greedy ones are the samplers' choice
     gains_by_feed = False  # a step runs in the thread that plans the next one
 
     def __init__(self, threads: int, on_compile: Callable[[str], None] | None = None) -> None:

@@ -26,6 +26,7 @@ from atlas.backends.cuda.memory import Arena, Workspace, aligned
 from atlas.backends.cuda.pools import CudaKvPools
 from atlas.backends.cuda.products import open_products
 from atlas.backends.cuda.readback import ReadBacks, StepReadBack
+from atlas.backends.cuda.sampling import Sampling, table_bytes
 from atlas.errors import AtlasError, InvalidArgumentError
 from atlas.layers.network import Network
 from atlas.layers.step import INPUTS, StepBuffers, StepShape
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from atlas.config import ModelConfig
     from atlas.model.circuit import ForwardKind
     from atlas.model.step_result import StepResult
+    from atlas.sampling_table import Draw
 
 Ints = NDArray[np.int32]
 SCRATCH_BYTES = 128 << 20
@@ -75,6 +77,7 @@ class CudaRuntime:
     name = "cuda"
     samples = False  # tokens other than the greedy ones are the host's choice
     gains_by_feed = True
+    samples = True
     kinds: tuple[ForwardKind, ...] = ("graphed", "eager")
     promises = (
         "eager and graphed steps have the same bits",
@@ -152,6 +155,9 @@ class CudaRuntime:
         self._regions = [InputRegion(device, layout) for _ in range(2)]
         self._readbacks = self._own(ReadBacks(device, arrays["logits"], self._chosen))
         self._limits = shapes["token_ids"][0], shapes["block_tables"][0], max_logits
+        self._sampling = self._own(
+            Sampling(device, arena, shapes["block_tables"][0], arrays, self._chosen)
+        )
         self.ops = bind(self.functions, Queue(device, self.workspace))
         named: dict[str, Any] = dict(arrays)
         return StepBuffers(**named)
@@ -181,7 +187,7 @@ class CudaRuntime:
             for launch in recording.launches
             if isinstance(launch, KernelLaunch)
         }
-        self.device.kernels.load(sorted(names | {"feed_tokens"}))
+        self.device.kernels.load(sorted(names | {"feed_tokens", *self._sampling.kernels}))
         for shape, recording in recordings.items():
             self._keep(shape, recording)
         self.device.synchronize()
@@ -203,6 +209,7 @@ class CudaRuntime:
         region = self._regions[self._turn]
         self.device.wait(region.event)
         region.num_fed = 0
+        self._sampling.fill(self._turn, ())
         return region.arrays
 
     def feed(self, inputs: Any, rows: Ints, sources: Ints, before: StepResult) -> None:
@@ -214,6 +221,10 @@ class CudaRuntime:
         inputs.token_ids[rows] = fed(sources)
         region.num_fed = int(rows[-1]) + 1
 
+    def draw(self, draws: Sequence[Draw]) -> None:
+        """Choose these tokens of the next step by their requests' parameters."""
+        self._sampling.fill(self._turn, draws)
+
     def run(self, network: Network, buffers: StepBuffers, shape: StepShape) -> None:
         """Put one sweep of ``network`` on the stream; does not wait."""
         device, region, padded = self.device, self._regions[self._turn], self.padded(shape)
@@ -221,6 +232,7 @@ class CudaRuntime:
         region.pad(shape, padded)
         nbytes = self._input_layout.used_bytes(padded.seqs)
         device.copy_in(self._mirror.address, region.pinned.address, nbytes)
+        num_draws = self._sampling.copy_in(self._turn)
         device.record(region.event)
         if region.num_fed:
             args = (buffers.token_ids, self._chosen, region.num_fed)
@@ -229,6 +241,8 @@ class CudaRuntime:
             step.graph.launch()
         else:
             device.run(step.launches)
+        if num_draws:
+            device.run(self._sampling.launches(num_draws, Queue(device, self.workspace)))
         if shape.logits:
             self._readbacks.begin(shape.first_logits, shape.logits)
 
@@ -382,6 +396,7 @@ def padded_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def buffer_bytes(shapes: Shapes) -> int:
     """Bytes of the arena that ``CudaRuntime.buffers`` takes."""
     total = aligned(InputLayout(shapes).nbytes) + aligned(4 * shapes["logits"][0])
+    total += table_bytes(shapes["block_tables"][0])
     for name, shape in shapes.items():
         if name in INPUTS:
             continue
