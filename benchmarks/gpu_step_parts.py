@@ -20,13 +20,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from benchmarks.gpu_models import ceilings, open_engine  # noqa: E402
-from benchmarks.random_checkpoint import SHAPES, RandomCheckpoint  # noqa: E402
-
 from atlas import Engine, SamplingParams  # noqa: E402
 from atlas.backends.cuda.graph import CapturedGraph  # noqa: E402
 from atlas.backends.cuda.launch import KernelLaunch, Recording  # noqa: E402
 from atlas.layers.step import StepShape  # noqa: E402
+from benchmarks.gpu_models import ceilings, open_engine  # noqa: E402
+from benchmarks.random_checkpoint import SHAPES, RandomCheckpoint  # noqa: E402
 
 
 def kind_of(launch: Any) -> str:
