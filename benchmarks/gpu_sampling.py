@@ -28,7 +28,14 @@ from atlas.backends.cuda.array import DeviceArray  # noqa: E402
 from atlas.backends.cuda.sampling import KERNELS, sample  # noqa: E402
 from atlas.sampler import TokenCounts  # noqa: E402
 from atlas.sampling import SamplingParams  # noqa: E402
-from atlas.sampling_table import MAX_EDITS, Draw, SamplingTable, choose_tokens  # noqa: E402
+from atlas.sampling_table import (  # noqa: E402
+    MAX_EDITS,
+    Draw,
+    RowEdits,
+    SamplingTable,
+    choose_tokens,
+    penalizes,
+)
 from tests.kernels.gpu import Gpu  # noqa: E402
 
 Array = np.ndarray[Any, Any]
@@ -101,8 +108,8 @@ class Step:
             counts = TokenCounts(random.integers(0, logits.shape[1], 300))
             for token in random.integers(0, logits.shape[1], 100):
                 counts.add(int(token), 1)
-            banned = EOS if params.min_tokens else ()
-            draws.append(Draw(params, i, 400 + i, i % 3, counts, banned, i))
+            row_edits = RowEdits(params, EOS, counts if penalizes(params) else None)
+            draws.append(Draw(params, i, 400 + i, i % 3, row_edits, params.min_tokens > 0, i))
         table = SamplingTable(table_rows, table_edits)
         table.fill(draws)
         self.host = self.ids, table_rows, table_edits[: max(1, table.num_edits)]

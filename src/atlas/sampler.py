@@ -20,7 +20,7 @@ from atlas.ops.elementary import F32, exp32, tree_sum
 from atlas.ops.random import Purpose, uniform
 from atlas.ops.sampling import Candidates, Sampled, draw, logprobs
 from atlas.sampling import SamplingParams
-from atlas.sampling_table import Draw, penalizes
+from atlas.sampling_table import Draw, RowEdits, penalizes
 
 __all__ = ["Sampled", "Sampler", "needs_logits", "score_token"]
 
@@ -157,6 +157,7 @@ class Sampler:
         self._history = np.concatenate([history, np.zeros(64, np.int64)])
         self._prompt_len = self._len = history.size
         self._counts = TokenCounts(history) if penalizes(params) else None
+        self._edits: RowEdits | None = None
         self._adjusts = _adjusts(params)
         self._is_breaker = np.zeros(vocab_size if params.dry_multiplier else 0, np.bool_)
         if params.dry_multiplier:
@@ -232,11 +233,12 @@ class Sampler:
         fed_row : int
             Where the device reads a token that comes before and was not observed; −1: none does.
         """
+        if self._edits is None:
+            self._edits = RowEdits(self.params, self._ending_ids, self._counts)
         position = self._len + (fed_row >= 0)
-        below = position - self._prompt_len < self.params.min_tokens
-        banned = self._ending_ids if below else ()
+        below_min = position - self._prompt_len < self.params.min_tokens
         return Draw(
-            self.params, logits_row, position, self.sample_index, self._counts, banned, fed_row
+            self.params, logits_row, position, self.sample_index, self._edits, below_min, fed_row
         )
 
     def sample(self, logits: F32, position: int, mask: NDArray[np.int32] | None = None) -> Sampled:

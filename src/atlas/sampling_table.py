@@ -108,40 +108,64 @@ def penalizes(params: SamplingParams) -> bool:
 class Counts(Protocol):
     """Occurrences of ids; `atlas.sampler.TokenCounts`."""
 
+    def add(self, token_id: int, count: int) -> None:
+        """Change an id's count in the output; 0 names an id that may occur."""
+        ...
+
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.float32]]:
         """Different ids, whether each is in the prompt, and how often in the output."""
         ...
 
 
-def row_edits(
-    params: SamplingParams, counts: Counts | None, banned_ids: Iterable[int]
-) -> tuple[Edits, int]:
-    """One row's edits, bans first, and the number of bans."""
-    banned = np.array(sorted({*banned_ids, *(word[0] for word in params.bad_words)}), np.int64)
-    ids, in_prompt, seen = np.empty(0, np.int64), np.empty(0, np.bool_), np.empty(0, np.float32)
-    if counts is not None:
-        ids, in_prompt, seen = counts.arrays()
-        matters = (seen > 0) | (in_prompt if params.repetition_penalty != 1.0 else False)
-        ids, in_prompt, seen = ids[matters], in_prompt[matters], seen[matters]
-    biased = np.fromiter(params.logit_bias, np.int64, len(params.logit_bias))
-    others = ids
-    if biased.size or banned.size:
-        others = np.setdiff1d(np.union1d(ids, biased), banned)
-    edits = np.zeros(banned.size + others.size, EDIT)
-    edits["token_id"][: banned.size], edits["flags"][: banned.size] = banned, BANNED
-    rest = edits[banned.size :]
-    rest["token_id"] = others
-    if others is ids:
-        rest["count"], rest["flags"] = seen, np.where(in_prompt, IN_PROMPT, 0)
-        return edits, banned.size
-    for values, of, name in (
-        (seen, ids, "count"),
-        (np.where(in_prompt, IN_PROMPT, 0), ids, "flags"),
-        (np.fromiter(params.logit_bias.values(), np.float64, biased.size), biased, "bias"),
-    ):
-        kept = ~np.isin(of, banned)
-        rest[name][np.searchsorted(others, of[kept])] = values[kept]
-    return edits, banned.size
+class RowEdits:
+    """What a request does to single ids: bias, bans, and penalties by the counts as they stand.
+
+    Parameters
+    ----------
+    params : SamplingParams
+        Without a ``host_reason``.
+    ending_ids : iterable of int
+        Banned below ``min_tokens``.
+    counts : Counts, optional
+        Where there are penalties; learns of the ids of bias and bans.
+    """
+
+    def __init__(
+        self, params: SamplingParams, ending_ids: Iterable[int], counts: Counts | None = None
+    ) -> None:
+        words = {int(word[0]) for word in params.bad_words}
+        ending = {*ending_ids} if params.min_tokens else set()
+        named = sorted({*params.logit_bias, *words, *ending})
+        self._counts, self._ids = counts, np.array(named, np.int64)
+        if counts is not None:
+            for token_id in named:
+                counts.add(token_id, 0)
+            self._ids = counts.arrays()[0].copy()
+        place = {token_id: i for i, token_id in enumerate(self._ids.tolist())}
+        self._bias = np.zeros(len(self._ids), np.float32)
+        for token_id, bias in params.logit_bias.items():
+            self._bias[place[token_id]] = bias
+        self._bans = [
+            np.array([place[token_id] for token_id in sorted(banned)], np.int64)
+            for banned in (words, words | ending)
+        ]
+
+    def write(self, edits: Edits, *, below_min: bool) -> tuple[int, int]:
+        """Fill the front of ``edits``, bans first; how many there are, and how many bans."""
+        bans, ids, known = self._bans[below_min], self._ids, len(self._ids)
+        if self._counts is not None:
+            ids, in_prompt, counts = self._counts.arrays()
+        if len(ids) > len(edits):
+            raise InvalidArgumentError(f"{len(ids)} edits; allowed in this step: {len(edits)}")
+        own = edits[: len(ids)]
+        own["token_id"], own["bias"], own["bias"][:known] = ids, 0, self._bias
+        own["count"], own["flags"] = (0, 0) if self._counts is None else (counts, in_prompt)
+        if len(bans):
+            others = np.ones(len(ids), np.bool_)
+            others[bans] = False
+            own[:] = np.concatenate([own[bans], own[others]])
+            own["flags"][: len(bans)] = BANNED
+        return len(ids), len(bans)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,20 +178,19 @@ class Draw:
         Without a ``host_reason``; with a seed unless greedy.
     logits_row, position, sample_index : int
         As in ``atlas.ops.sampling.sample``; the row is one of the arena's.
-    counts : Counts, optional
-        Of prompt and output, where there are penalties.
-    banned_ids : iterable of int
-        Ids that would end the request below ``min_tokens``.
+    edits : RowEdits
+    below_min : bool
+        The output is shorter than ``min_tokens``.
     fed_row : int
-        Row of the step whose input token ``counts`` do not know yet, or −1.
+        Row of the step whose input token the edits' counts do not know yet, or −1.
     """
 
     params: SamplingParams
     logits_row: int
     position: int
-    sample_index: int = 0
-    counts: Counts | None = None
-    banned_ids: Iterable[int] = ()
+    sample_index: int
+    edits: RowEdits
+    below_min: bool = False
     fed_row: int = -1
 
 
@@ -192,15 +215,11 @@ class SamplingTable:
             self._add(draw)
 
     def _add(self, draw: Draw) -> None:
-        params = draw.params
-        edits, num_bans = row_edits(params, draw.counts, draw.banned_ids)
-        first, seed = self.num_edits, params.seed or 0
-        if self.num_rows == len(self._rows) or first + len(edits) > len(self._edits):
-            raise InvalidArgumentError(
-                f"{self.num_rows + 1} rows and {first + len(edits)} edits in a step; "
-                f"allowed: {len(self._rows)} and {len(self._edits)}"
-            )
-        self._edits[first : first + len(edits)] = edits
+        params, first = draw.params, self.num_edits
+        if self.num_rows == len(self._rows):
+            raise InvalidArgumentError(f"{self.num_rows + 1} rows; allowed: {self.num_rows}")
+        count, num_bans = draw.edits.write(self._edits[first:], below_min=draw.below_min)
+        seed = params.seed or 0
         self._rows[self.num_rows] = (
             draw.logits_row,
             GREEDY if params.greedy else DRAW,
@@ -213,7 +232,7 @@ class SamplingTable:
             draw.sample_index,
             draw.position,
             first,
-            len(edits),
+            count,
             num_bans,
             draw.fed_row if penalizes(params) else -1,
             params.repetition_penalty,
@@ -222,7 +241,7 @@ class SamplingTable:
             0,
         )
         self.num_rows += 1
-        self.num_edits += len(edits)
+        self.num_edits += count
 
     def pad(self, num_rows: int) -> None:
         """Rows of nobody up to a number."""

@@ -54,12 +54,15 @@ def _table(draws: list[Draw], rows: Array, edits: Array) -> None:
     for i, draw in reversed(list(enumerate(draws))):
         params, fed_row = draw.params, -1 if draw.unseen is None else i
         assert table.host_reason(params, 100, draw.logits.size) is None
-        counts = TokenCounts(np.array(draw.prompt_ids, np.int64))
-        for token in draw.output_ids:
+        counts = None
+        if table.penalizes(params):
+            counts = TokenCounts(np.array(draw.prompt_ids, np.int64))
+        row_edits = table.RowEdits(params, EOS, counts)
+        for token in draw.output_ids if counts is not None else ():
             counts.add(token, 1)
-        banned = EOS if len(draw.history) < params.min_tokens else ()
+        below = len(draw.history) < params.min_tokens
         place = (i, draw.position, draw.sample_index)
-        asked.append(table.Draw(params, *place, counts, banned, fed_row))
+        asked.append(table.Draw(params, *place, row_edits, below, fed_row))
     made.fill(asked)
     made.pad(len(draws) + 1)
 
