@@ -35,6 +35,8 @@ INFINITY = float("inf")
 _LOG2_E = 1.4426950408889634
 SENTINEL = (1 << 63) - 1
 """Sorts behind every candidate."""
+_SLACK = 2
+"""Bins more than the estimate of mass asks for: it has all logits of a bin in its middle."""
 _SPREAD = 32.0
 """Logits that lie further below the greatest share the last bin."""
 
@@ -98,25 +100,23 @@ def _scan(value):
 
 
 @device
-def _bin_value(counts, at, scale, by_mass):
-    """What a bin adds: its number of logits, or an estimate of their mass."""
-    value = f32(load_b32(counts + at * 4))
-    if by_mass != 0 and scale > f32(0):
-        value = value * fast_exp2((f32(at) + f32(0.5)) / scale * f32(-_LOG2_E))
-    return value
+def _bin_value(counts, at, rate):
+    """What a bin adds: its number of logits, times an estimate of their weight."""
+    return f32(load_b32(counts + at * 4)) * fast_exp2((f32(at) + f32(0.5)) * rate)
 
 
 @device
 def last_bin(row, counts, scale):
     """By each warp: the bin down to which candidates are wanted, as a guess for top-p alone."""
     lane, count = lane_id(), load_b32(row + 4 * TOP_K)
-    by_mass = i32(0) if count > 0 else i32(1)
+    by_mass = count == 0
+    rate = f32(-_LOG2_E) / scale if by_mass and scale > f32(0) else f32(0)
     own = f32(0)
     for j in range(BINS // 32):
-        own = own + _bin_value(counts, i32(lane * (BINS // 32) + j), scale, by_mass)
+        own = own + _bin_value(counts, i32(lane * (BINS // 32) + j), rate)
     ends = _scan(own)
     aim = f32(count)
-    if by_mass != 0:
+    if by_mass:
         p = load_f32(row + 4 * TOP_P)
         aim = shuffle_f32(ends, 31) * (p + (f32(1) - p) * f32(0.25))
     reached = ballot(i32(1) if ends >= aim else i32(0))
@@ -125,9 +125,11 @@ def last_bin(row, counts, scale):
     if group < 32:
         before = shuffle_f32(ends - own, group)
         at = i32(group * (BINS // 32) + lane)
-        within = before + _scan(_bin_value(counts, at, scale, by_mass))
+        within = before + _scan(_bin_value(counts, at, rate))
         inside = first_bit(ballot(i32(1) if within >= aim else i32(0)))
         found = i32(group * (BINS // 32) + min(inside, i32(31)))
+        if by_mass:
+            found = i32(min(found + _SLACK, BINS - 1))
     return found
 
 

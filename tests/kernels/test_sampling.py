@@ -101,12 +101,12 @@ def _normal(seed: int, size: int, scale: float = 3.0) -> Array:
 
 
 def test_filters(bench: Bench) -> None:
-    size, params = 1500, SamplingParams
+    size, params = 700, SamplingParams
     filters = [
         {},
         {"top_k": 1},
         {"top_k": 40},
-        {"top_k": 700},
+        {"top_k": 500},
         {"top_p": 0.9},
         {"top_p": 0.05},
         {"min_p": 0.1},
@@ -126,14 +126,14 @@ def test_filters(bench: Bench) -> None:
 
 
 def test_temperature_alone_and_extremes(bench: Bench) -> None:
-    params, size = SamplingParams, 1100
+    params, size = SamplingParams, 600
     flat = np.zeros(size, np.float32)
     ties = np.repeat(_normal(3, size // 4), 4)
     spread = np.linspace(-3e38, 3e38, size, dtype=np.float32)
     draws = [
         Draw(flat, params(temperature=1.0, seed=2**64 - 1)),
         Draw(flat, params(temperature=0.5, seed=1, top_p=0.3)),
-        Draw(flat, params(temperature=0.5, seed=1, top_k=777)),
+        Draw(flat, params(temperature=0.5, seed=1, top_k=577)),
         Draw(ties, params(temperature=1.3, seed=5, top_k=301)),
         Draw(ties, params(temperature=2.0, seed=6, top_p=0.6)),
         Draw(spread, params(temperature=1.0, seed=7)),
