@@ -1,8 +1,9 @@
-"""RMS normalisation: launch."""
+"""RMS normalisation: launches."""
 
 from __future__ import annotations
 
 from atlas.backends.cpu.device import Args, Array, Queue, address, float_bits
+from atlas.errors import ShapeError
 from atlas.ops.check import match_dims
 
 
@@ -14,3 +15,28 @@ def rmsnorm(queue: Queue, x: Array, weight: Array, eps: float, *, out: Array) ->
     args: Args = (address(x), x.strides[0], inner_in, x.shape[0], heads, x.shape[-1])
     args += (address(weight), float_bits(eps), address(out), out.strides[0], inner_out)
     queue.launch("norm.rmsnorm", args, (x, weight, out))
+
+
+def gated_rmsnorm(
+    queue: Queue,
+    x: Array,
+    gate: Array,
+    weight: Array,
+    eps: float,
+    group_size: int,
+    norm_first: bool,
+    *,
+    out: Array,
+) -> None:
+    sizes = match_dims("T D", x, "T D", gate, "T D", out, "W", weight, dtype="float32")
+    groups, rest = divmod(sizes["D"], group_size)
+    if rest or sizes["W"] not in (group_size, sizes["D"]):
+        raise ShapeError(
+            f"groups of {group_size} in rows of {sizes['D']}, weight of {sizes['W']}; allowed: "
+            f"a divisor, weight of group_size or of the row"
+        )
+    weight_stride = 0 if sizes["W"] == group_size else group_size * 4
+    args: Args = (address(x), x.strides[0], address(gate), gate.strides[0], sizes["T"], groups)
+    args += (group_size, address(weight), weight_stride, float_bits(eps), int(norm_first))
+    args += (address(out), out.strides[0])
+    queue.launch("norm.gated_rmsnorm", args, (x, gate, weight, out))
