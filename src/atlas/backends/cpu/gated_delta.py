@@ -39,8 +39,8 @@ def gated_delta_step(
             f"qkv has {qkv.shape[1]} columns; allowed: 2·HK·{key_dim} + {value_heads}·{value_dim} "
             f"with HK a divisor of {value_heads}"
         )
-    # A thread's scratch: k and q, whole vectors each, and the corrections of a tile of columns.
-    scratch_bytes = (2 * -(-key_dim // _LANES) * _LANES + 4 * _LANES) * 4
+    # A thread's scratch: a tile of 64 columns of state, then k and q in whole vectors.
+    scratch_bytes = (64 * key_dim + 2 * -(-key_dim // _LANES) * _LANES) * 4
     scratch = queue.device.scratch(queue.device.threads * scratch_bytes)
     args: Args = (address(qkv), qkv.strides[0], address(a), a.strides[0], address(b), b.strides[0])
     args += (address(decay_log), address(dt_bias), address(slots), address(cu_rows), len(slots))
