@@ -38,6 +38,7 @@ _DENSE = ModelConfig(
 _WIDE = replace(_DENSE, hidden_size=256, head_dim=64, intermediate_size=256, qk_norm=True)
 _GEMMA = {
     "num_layers": 3,
+    "layer_kinds": (),
     "windows": (7, None, 40),
     "activation": "gelu_tanh",
     "attention_softcap": 2.0,
@@ -51,7 +52,8 @@ _GEMMA = {
 
 def _moe(width: int) -> dict[str, Any]:
     experts = MoeConfig(5, 2, width, normalize_top_k=True, sparse_layers=(True, False, True))
-    return {"num_layers": 3, "windows": (None, 300, 7), "qk_norm": True, "moe": experts}
+    layers = {"num_layers": 3, "layer_kinds": (), "windows": (None, 300, 7)}
+    return layers | {"qk_norm": True, "moe": experts}
 
 
 CONFIGS: dict[str, ModelConfig] = {

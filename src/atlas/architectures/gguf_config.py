@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from atlas.architectures.dense import Family, family_of_gguf
-from atlas.architectures.huggingface_config import MAX_EXPERTS, MAX_LAYERS, read_head_dim
+from atlas.architectures.families import family_of_gguf
+from atlas.architectures.family import Family
+from atlas.architectures.huggingface_options import MAX_EXPERTS, MAX_LAYERS, read_head_dim
 from atlas.architectures.options import Options
 from atlas.architectures.rope_options import rope_from_gguf
 from atlas.config import ModelConfig, MoeConfig, RopeConfig

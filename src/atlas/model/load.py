@@ -10,11 +10,13 @@ from numbers import Integral
 from typing import Literal
 
 from atlas.architectures.decoder import NetworkBuilder, Quantize
-from atlas.architectures.weight_names import expected_weights
+from atlas.architectures.weight_names import expected_weights, is_array, is_sensitive
 from atlas.backends.cpu.pack import LANES, packed_format, tile_bytes
 from atlas.backends.cpu.runtime import CpuRuntime
 from atlas.backends.cpu.target import simd_level
 from atlas.cache.kv import BLOCK_SIZE, allocate_pools, kv_block_bytes
+from atlas.cache.recurrent import SlotCounts, allocate_recurrent, recurrent_bytes
+from atlas.cache.state_slots import StateSlots
 from atlas.errors import InvalidArgumentError, OutOfMemoryError
 from atlas.layers.step import StepShape, allocate, buffer_shapes
 from atlas.model import Model
@@ -36,6 +38,7 @@ _PIECE_ROWS = 128  # more are no faster, and fewer pages of the buffers are touc
 _LOGITS_ROWS = 64
 _MAX_RUNNING = 32
 _MAX_PREFILLS = 16
+_STATE_SNAPSHOTS = 16
 # Far more threads than CPUs only wait for each other at every barrier.
 MAX_THREADS = max(64, 4 * len(os.sched_getaffinity(0)))
 
@@ -59,7 +62,10 @@ class LoadOptions:
     max_step_tokens : int
         Rows of one step; longer prompt windows run in pieces.
     max_running : int
-        Sequences of a decode step; sizes the metadata and the logits arena.
+        Sequences of a decode step; sizes the metadata and the logits arena, and gives each
+        sequence a slot of recurrent state.
+    state_snapshots : int
+        Snapshots of recurrent state, for prefixes and rewinds; 0 allowed.
     """
 
     dtype: Literal["auto", "float32"] = "auto"
@@ -70,18 +76,23 @@ class LoadOptions:
     quantize: Quantize | None = None
     max_step_tokens: int = _MAX_ROWS
     max_running: int = _MAX_RUNNING
+    state_snapshots: int = _STATE_SNAPSHOTS
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32"))
         _one_of("kv_dtype", self.kv_dtype, ("auto", "float32", "float16"))
         _one_of("quantize", self.quantize, (None, "q8_0", "q4_0"))
-        for name in ("threads", "max_seq_len", "kv_tokens", "max_step_tokens", "max_running"):
+        least = {"threads": 1, "max_seq_len": 1, "kv_tokens": 1, "max_step_tokens": 1}
+        least |= {"max_running": 1, "state_snapshots": 0}
+        for name, low in least.items():
             value = getattr(self, name)
             if value is None and name in ("max_seq_len", "kv_tokens"):
                 continue
             whole = isinstance(value, Integral) and not isinstance(value, bool)
-            if not whole or value < 1:
-                raise InvalidArgumentError(f"{name} is {value!r}; allowed: an integer of 1 or more")
+            if not whole or value < low:
+                raise InvalidArgumentError(
+                    f"{name} is {value!r}; allowed: an integer of {low} or more"
+                )
             object.__setattr__(self, name, int(value))
         if self.threads > MAX_THREADS:
             raise InvalidArgumentError(f"threads is {self.threads}; allowed: 1 … {MAX_THREADS}")
@@ -100,6 +111,8 @@ class LoadPlan:
     limits : Limits
     num_blocks : int
         Blocks of the KV pool.
+    slots : SlotCounts
+        Of the recurrent pools, where the model has recurrent layers.
     kv_dtype : str
     formats : dict
         Canonical weight name → its format in memory; ``b8_32`` and ``b8_16`` are the internal
@@ -110,6 +123,7 @@ class LoadPlan:
 
     limits: Limits
     num_blocks: int
+    slots: SlotCounts
     kv_dtype: str
     formats: dict[str, str]
     buffer_shapes: dict[str, tuple[int, ...]]
@@ -173,12 +187,14 @@ def _load(
 ) -> LoadedModel:
     config, limits = checkpoint.config, plan.limits
     pools = allocate_pools(config, plan.num_blocks, plan.kv_dtype)
+    recurrent = allocate_recurrent(config, plan.slots)
     buffers = allocate(plan.buffer_shapes)
     runtime = CpuRuntime(options.threads, on_compile)
     try:
         builder = NetworkBuilder(
             checkpoint,
             pools,
+            recurrent,
             runtime.pack,
             weights,
             limits.max_seq_len,
@@ -190,7 +206,10 @@ def _load(
         runtime.prepare(
             network, buffers, [StepShape.prompt(limits.piece_rows), StepShape.decode(1)]
         )
-        core = ModelCore(config, network, runtime, pools, buffers, limits)
+        states = StateSlots(recurrent) if recurrent is not None else None
+        core = ModelCore(
+            config, network, runtime, pools, buffers, limits, states, network.recurrence()
+        )
     except BaseException:
         runtime.close()
         raise
@@ -202,7 +221,9 @@ def _load(
         streams=DenseStreams(core),
         verify=DenseVerify(core),
     )
-    memory = MemoryPlan(weights.nbytes, pools.nbytes, plan.memory.buffers)
+    memory = MemoryPlan(
+        weights.nbytes, pools.nbytes, plan.memory.buffers, recurrent.nbytes if recurrent else 0
+    )
     return LoadedModel(model, core, memory, weights.formats, plan.kv_dtype)
 
 
@@ -231,6 +252,11 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
         max(_LOGITS_ROWS, most + _MAX_PREFILLS),
         max_seq_len,
     )
+    slots = SlotCounts(
+        running=options.max_running + _MAX_PREFILLS,
+        snapshots=options.state_snapshots,
+        checkpoints=options.max_running,
+    )
     buffers = buffer_shapes(
         config, limits.max_rows, limits.max_seqs, -(-max_seq_len // BLOCK_SIZE), limits.logits_rows
     )
@@ -240,25 +266,26 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
         for name, stored in checkpoint.weight_formats().items()
     }
     memory = MemoryPlan(
-        weights=sum(_bytes_in_memory(formats[name], shape) for name, shape in shapes.items()),
+        weights=sum(_bytes_in_memory(name, formats[name], shape) for name, shape in shapes.items()),
         kv_pool=num_blocks * kv_block_bytes(config, kv_dtype),
         buffers=sum(4 * prod(shape) for shape in buffers.values()),
+        recurrent=recurrent_bytes(config, slots),
     )
-    return LoadPlan(limits, num_blocks, kv_dtype, formats, buffers, memory)
+    return LoadPlan(limits, num_blocks, slots, kv_dtype, formats, buffers, memory)
 
 
 def _format_in_memory(name: str, stored: str, shape: tuple[int, ...], options: LoadOptions) -> str:
-    if len(shape) == 1 or options.dtype == "float32":
+    if is_array(name, shape) or options.dtype == "float32":
         return "f32"
     is_float = not FORMATS[stored].is_quantized
-    if options.quantize is not None and is_float and not name.endswith("router"):
+    if options.quantize is not None and is_float and not is_sensitive(name):
         return options.quantize
     return packed_format(stored)
 
 
-def _bytes_in_memory(packed: str, shape: tuple[int, ...]) -> int:
-    if len(shape) == 1:
-        return 4 * shape[0]
+def _bytes_in_memory(name: str, packed: str, shape: tuple[int, ...]) -> int:
+    if is_array(name, shape):
+        return 4 * prod(shape)
     return -(-shape[0] // LANES) * tile_bytes(packed, shape[1])
 
 

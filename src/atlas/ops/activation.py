@@ -99,6 +99,12 @@ def sigmoid_gate(x: Float, gate: Float, *, out: Float) -> None:
 
 
 @op
+def zero(*, out: Float) -> None:
+    """out = 0, float32 [T, D]; rows may be strided."""
+    out[...] = 0
+
+
+@op
 def add(x: Float, y: Float, *, out: Float) -> None:
     """out = x + y, float32 [T, D] each; ``out`` may be either."""
     out[...] = x + y

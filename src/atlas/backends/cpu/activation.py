@@ -39,6 +39,12 @@ def sigmoid_gate(queue: Queue, x: Array, gate: Array, *, out: Array) -> None:
     queue.launch("activation.sigmoid_gate", args, (x, gate, out))
 
 
+def zero(queue: Queue, *, out: Array) -> None:
+    sizes = match_dims("T D", out, dtype="float32")
+    args = (address(out), out.strides[0], sizes["T"], sizes["D"])
+    queue.launch("activation.zero", args, out)
+
+
 def add(queue: Queue, x: Array, y: Array, *, out: Array) -> None:
     sizes = match_dims("T D", x, "T D", y, "T D", out, dtype="float32")
     args = (address(x), x.strides[0], address(y), y.strides[0], sizes["T"], sizes["D"])

@@ -97,6 +97,14 @@ def sigmoid_gate(thread, num_threads, args):
         store_first(out + row * out_stride + piece * 64, mul(value, factor), count)
 
 
+@body("activation.zero")
+def zero(thread, num_threads, args):
+    out, out_stride, num_rows, size = args[0], args[1], args[2], args[3]
+    for row in range(thread, num_rows, num_threads):
+        for start in range(0, size, 16):
+            store_first(out + row * out_stride + start * 4, zeros(), min(16, size - start))
+
+
 @body("activation.add")
 def add(thread, num_threads, args):
     x, x_stride, y, y_stride, num_rows, size = args[0], args[1], args[2], args[3], args[4], args[5]
