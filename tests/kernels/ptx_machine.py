@@ -23,7 +23,12 @@ WARP = 32
 _BASE = 1 << 20
 _GUARD = 256  # bytes between allocations
 Array = np.ndarray[Any, Any]
-_NOTHING_TO_DO = ("griddepcontrol.launch_dependents", "bar.warp.sync", "fence.acq_rel.gpu")
+_NOTHING_TO_DO = (
+    "griddepcontrol.launch_dependents",
+    "bar.warp.sync",
+    "fence.acq_rel.gpu",
+    "prefetch.global.L2",
+)
 
 
 @dataclass
