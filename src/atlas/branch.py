@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from atlas.driver import Driver
 from atlas.errors import InvalidArgumentError, SequenceStateError
 from atlas.generation import Generation
@@ -78,7 +76,7 @@ def fork(
         child.resumed = True
         driver.register(child, public=True)
         try:
-            twin = loop.scheduler.fork(handle, old.last_token, now_us=time.monotonic_ns() // 1000)
+            twin = loop.fork_sequence(handle, old.last_token)
         except BaseException:
             driver.give_up(child)
             raise
@@ -102,7 +100,7 @@ def rewind(driver: Driver, loop: StepLoop, intake: Intake, request_id: str, posi
             )
         generation: Generation = intake.generation(request.prompt_ids, request.params, 0)
         standing = generation.replay(old.chosen[: position - least])
-        loop.scheduler.rewind(handle, position)
+        loop.rewind_sequence(handle, position)
         request.generations[0] = generation
         driver.drop_events(request_id)
         return standing

@@ -31,6 +31,7 @@ from atlas.model.records import PADDED_BATCH_SIZES
 from atlas.request import Delta, TokenLogprob
 from atlas.sampler import Sampled, score_token
 from atlas.scheduling import SchedulingOptions
+from atlas.snapshots import Snapshots
 
 Choice = tuple[Generation, Sampled | AtlasError]
 
@@ -40,15 +41,21 @@ class StepLoop:
 
     def __init__(self, core: ModelCore, options: SchedulingOptions, weights: Any) -> None:
         self.core = core
+        states, block_size = core.states, core.pools.block_size
         self.cache = (
-            PrefixCache(core.blocks, core.pools.block_size) if options.prefix_cache else None
+            PrefixCache(core.blocks, block_size, recurrent=states is not None)
+            if options.prefix_cache
+            else None
         )
         core.prefix_cache = self.cache
         core.reuse_generated = options.reuse_generated
         self.scheduler = Scheduler(
             core.blocks,
-            core.pools.block_size,
+            block_size,
             cache=self.cache,
+            slots=None if states is None else states.running,
+            tail_unit=0 if states is None else block_size,
+            compact_slots=False,  # kernels look slots up; a move would copy a state for nothing
             max_running=options.max_running,
             max_step_tokens=core.limits.max_rows,
             max_logits_rows=core.limits.logits_rows,
@@ -60,7 +67,11 @@ class StepLoop:
             aging_us=int(options.aging_s * 1e6),
             rungs=PADDED_BATCH_SIZES,
         )
-        self.store = HostStore(core.pools)
+        self.store = HostStore(core.pools, None if states is None else states.pools)
+        self.snapshots: Snapshots | None = None
+        if states is not None:
+            states.snapshots.cache = self.cache
+            self.snapshots = Snapshots(states, self.scheduler, self.cache, block_size)
         self.num_steps = 0
         self.last_step_s = 0.0
         self.last_step_end_s = 0.0  # of the process's clock
@@ -129,6 +140,8 @@ class StepLoop:
             if self.scheduler.num_outstanding:
                 self._give_up_step(moved=False)
             self._forget_retired()
+            if self.core.states is not None:
+                self.core.states.snapshots.collect()
         self.num_steps += 1
         self.last_step_end_s = time.perf_counter()
         self.last_step_s = self.last_step_end_s - started
@@ -167,9 +180,15 @@ class StepLoop:
             ends = np.full(plan.num_seqs, FinishReason.ERROR, np.int32)
         self.scheduler.commit(plan.step_id, nothing, nothing, ends, now_us=_now_us())
         self._report_refused(plan)
-        if isinstance(error, AtlasError):
-            for handle in plan.entries["handle"].tolist():
+        for handle in plan.entries["handle"].tolist():
+            if isinstance(error, AtlasError):
                 self._end(handle, error)
+            elif handle in self._by_handle and not self._rebuild(handle):
+                self._lose(handle, AtlasError(f"its state cannot be rebuilt after {error!r}"))
+
+    def _rebuild(self, handle: int) -> bool:
+        """A recurrent state may have absorbed rows that count for nothing: go back; False: lost."""
+        return self.snapshots is None or self.snapshots.rebuild(handle)
 
     def _give_up_step(self, *, moved: bool) -> None:
         """Commit nothing of a step that broke off where no token may be taken back.
@@ -257,6 +276,8 @@ class StepLoop:
                 self.track(request, going[0].index, handle)
             forks += [(handle, request, generation) for generation in going[1:]]
         self.scheduler.commit(plan.step_id, tokens, None, ends, now_us=_now_us())
+        if self.snapshots is not None:
+            self.snapshots.follow(plan)
         for handle, request, generation in forks:
             self._fork(handle, request, generation)
         for handle, end in zip(plan.entries["handle"].tolist(), ends.tolist(), strict=True):
@@ -336,17 +357,31 @@ class StepLoop:
     def _fork(self, handle: int, request: LiveRequest, generation: Generation) -> None:
         """Give a sample a sequence of its own, which shares the prompt's blocks."""
         try:
-            fork = self.scheduler.fork(handle, generation.last_token, now_us=_now_us())
+            fork = self.fork_sequence(handle, generation.last_token)
         except AtlasError as error:
             request.report(generation.index, generation.fail(error))
         else:
             self.track(request, generation.index, fork)
 
+    def fork_sequence(self, handle: int, token: int) -> int:
+        """A second sequence that stands where ``handle`` does, with ``token`` last: its handle."""
+        twin = self.scheduler.fork(handle, token, now_us=_now_us())
+        if self.snapshots is not None:
+            self.snapshots.fork(handle, twin)
+        return twin
+
+    def rewind_sequence(self, handle: int, position: int) -> None:
+        """Drop a sequence's tokens from ``position`` on; the next one is made anew."""
+        if self.snapshots is None:
+            self.scheduler.rewind(handle, position)
+        else:
+            self.snapshots.rewind(handle, position)
+
     # -- ends ---------------------------------------------------------------------------------
 
     def _report_refused(self, plan: Plan) -> None:
         for handle, _ in plan.refused:
-            self._end(handle, KvExhausted("the KV pool cannot hold this request beside the others"))
+            self._end(handle, KvExhausted("the pools cannot hold this request beside the others"))
 
     def _lose(self, handle: int, error: AtlasError) -> None:
         """End a request whose state is gone, wherever the scheduler has it."""
@@ -357,6 +392,8 @@ class StepLoop:
     def _forget_retired(self) -> None:
         for handle in self.scheduler.take_retired():
             self.store.forget(handle)
+            if self.snapshots is not None:
+                self.snapshots.end(handle)
 
     def _end(self, handle: int, error: AtlasError) -> None:
         """A request whose sequence the scheduler gave up."""
@@ -378,7 +415,7 @@ class StepLoop:
         for request in {id(r): r for r, _ in self._by_handle.values()}.values():
             self.cancel(request, error)
         self.scheduler.close()
-        del self.store, self.cache  # they hold the pools
+        del self.store, self.cache, self.snapshots  # they hold the pools
 
 
 def _now_us() -> int:

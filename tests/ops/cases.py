@@ -159,6 +159,12 @@ def add() -> Iterator[Case]:
         )
 
 
+def zero() -> Iterator[Case]:
+    wide = _nan(3, 90)
+    out = wide[:, 5:40]
+    yield Case("strided", (), {"out": out}, {"out": out}, 0.0)
+
+
 def softcap() -> Iterator[Case]:
     for n, cap in enumerate([30.0, 0.5]):
         rng, out = _rng(5, n), _nan(3, 333)
@@ -179,6 +185,13 @@ def gather_rows() -> Iterator[Case]:
     yield Case(
         "L3", (_normal(rng, 6, 50), np.array([5, 0, 2], np.int32)), {"out": out}, {"out": out}, 0.0
     )
+
+
+def scatter_rows() -> Iterator[Case]:
+    rng, out, wide = _rng(8), _nan(6, 50), _normal(_rng(8), 4, 90)
+    rows = np.array([5, -1, 0, 2], np.int32)
+    yield Case("L4", (_normal(rng, 4, 50), rows), {"out": out}, {"out": out}, 0.0)
+    yield Case("L4-strided", (wide[:, 7:57], rows), {"out": out}, {"out": out}, 0.0)
 
 
 def linear() -> Iterator[Case]:

@@ -365,7 +365,8 @@ cdef class Scheduler:
         SequenceStateError
             Recurrent state without a snapshot for it; rows in flight; not running.
         InvalidArgumentError
-            ``position`` outside 1 … the number of tokens, ``state_len`` outside 0 … ``position - 1``.
+            ``position`` outside 1 … the number of tokens, ``state_len`` outside 0 …
+            ``position - 1``.
         """
         if self.rollback_unsupported:
             raise CapabilityError("this model keeps state that no snapshot restores: no rewind")

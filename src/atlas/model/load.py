@@ -26,6 +26,7 @@ from atlas.model.lifecycle import DenseLifecycle
 from atlas.model.logits import DenseLogits
 from atlas.model.memory import MemoryPlan
 from atlas.model.records import metadata_rows
+from atlas.model.ssm import RecurrentState
 from atlas.model.streams import DenseStreams
 from atlas.model.verify import DenseVerify
 from atlas.ops.blocks import FORMATS
@@ -220,6 +221,7 @@ def _load(
         lifecycle=DenseLifecycle(core),
         streams=DenseStreams(core),
         verify=DenseVerify(core),
+        ssm=None if states is None else RecurrentState(core),
     )
     memory = MemoryPlan(
         weights.nbytes, pools.nbytes, plan.memory.buffers, recurrent.nbytes if recurrent else 0

@@ -9,10 +9,12 @@ from atlas._native.pool import LaunchList
 from atlas.backends.cpu.device import CpuDevice, Queue
 from atlas.backends.cpu.pack import PackedMatrix, pack
 from atlas.backends.cpu.target import cpu_target
-from atlas.layers.network import Network
+from atlas.layers.network import Network, Replay
 from atlas.layers.step import StepBuffers, StepShape
 from atlas.ops.blocks import HostMatrix
 from atlas.ops.select import bind, implementations
+
+Sweep = Network | Replay
 
 _RECORDED = 64  # shapes kept; a list is about 60 KB for 30 layers
 
@@ -34,7 +36,7 @@ class CpuRuntime:
         self.device = CpuDevice(threads, on_compile)
         self.functions = implementations("cpu")
         self.ops = bind(self.functions, Queue(self.device))
-        self._recorded: OrderedDict[StepShape, LaunchList] = OrderedDict()
+        self._recorded: OrderedDict[tuple[Sweep, StepShape], LaunchList] = OrderedDict()
 
     @property
     def fingerprint(self) -> str:
@@ -54,21 +56,22 @@ class CpuRuntime:
             self._list(network, buffers, shape)
         self.device.compiler.address("argmax.argmax")
 
-    def run(self, network: Network, buffers: StepBuffers, shape: StepShape) -> None:
+    def run(self, network: Sweep, buffers: StepBuffers, shape: StepShape) -> None:
         """One sweep of ``network`` over the front of ``buffers``."""
         self.device.pool.run(self._list(network, buffers, shape))
 
-    def _list(self, network: Network, buffers: StepBuffers, shape: StepShape) -> LaunchList:
+    def _list(self, network: Sweep, buffers: StepBuffers, shape: StepShape) -> LaunchList:
         """The launches of a step of this shape, recorded at its first use."""
-        launches = self._recorded.get(shape)
+        key = network, shape
+        launches = self._recorded.get(key)
         if launches is None:
             launches = LaunchList()
             network.forward(bind(self.functions, Queue(self.device, launches)), buffers.view(shape))
-            self._recorded[shape] = launches
+            self._recorded[key] = launches
             if len(self._recorded) > _RECORDED:
                 self._recorded.popitem(last=False)
         else:
-            self._recorded.move_to_end(shape)
+            self._recorded.move_to_end(key)
         return launches
 
     def forget_recorded(self) -> None:
