@@ -105,6 +105,10 @@ def gated_rmsnorm() -> Iterator[Case]:
                 {"out": out},
                 4e-6,
             )
+    heads = _normal(_rng(17, 9), 3, 6, 20), _normal(_rng(17, 10), 3, 6, 20)
+    weight, every_second = _normal(_rng(17, 11), 20), tuple(array[:, 1::2] for array in heads)
+    out = {"out": _nan(3, 9, 20)[:, 3:6]}
+    yield Case("T3-H3-strided", (*every_second, weight, 1e-5, 20, True), out, dict(out), 4e-6)
 
 
 def _gated(seed: int) -> Iterator[Case]:

@@ -12,6 +12,7 @@ FAMILIES: tuple[Family, ...] = (*DENSE, *HYBRID)
 _BY_MODEL_TYPE = {family.model_type or family.name: family for family in FAMILIES}
 # The first of a GGUF name: Mistral files say llama.
 _BY_GGUF_NAME = {family.gguf_name: family for family in reversed(FAMILIES)}
+_BY_GGUF_NAME["nemotron_h_moe"] = _BY_GGUF_NAME["nemotron_h"]  # with experts
 _BY_NAME = {family.name: family for family in FAMILIES}
 _BY_WRAPPER_TYPE = {family.wrapper_type: family for family in FAMILIES if family.wrapper_type}
 

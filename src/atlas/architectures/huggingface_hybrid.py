@@ -41,6 +41,11 @@ _NEMOTRON_LETTERS: dict[str, LayerKind] = {
     "-": "mlp",
     "E": "moe",
 }
+_NEMOTRON_MOE = (
+    "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+    "routed_scaling_factor", "n_group", "topk_group", "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
+)  # fmt: skip
 
 
 def read_gated_delta(options: Options, family: Family, generation: Generation) -> ModelConfig:
@@ -235,7 +240,7 @@ def read_nemotron_h(options: Options, family: Family, generation: Generation) ->
     _require_silu(options, "mamba_hidden_act")
     options.choice("mlp_hidden_act", ("relu2",), "relu2")
     head_key = "attention_head_dim" if options.has("attention_head_dim") else "head_dim"
-    has_bias, mlp_bias = options.flag("attention_bias", False), options.flag("mlp_bias", False)
+    mlp_bias = options.flag("mlp_bias", False)
     if mlp_bias and "moe" in kinds:
         raise options.unsupported("mlp_bias", mlp_bias, "false beside experts")
     mtp = _letters(options, "mtp_hybrid_override_pattern") or ("attention", "moe")
@@ -253,11 +258,9 @@ def read_nemotron_h(options: Options, family: Family, generation: Generation) ->
         max_seq_len=options.integer("max_position_embeddings", defaults["max_position_embeddings"]),
         activation="relu_squared",
         tie_embeddings=options.flag("tie_word_embeddings", False),
-        qkv_bias=has_bias,
-        output_bias=has_bias,
         mlp_bias=mlp_bias,
         rotary=False,
-        moe=_nemotron_moe(options, family, kinds) if "moe" in kinds else None,
+        moe=_nemotron_moe(options, family, kinds),
         layer_kinds=kinds,
         mixer_only=True,
         mamba2=Mamba2Config(
@@ -297,7 +300,13 @@ def _letters(options: Options, key: str) -> tuple[LayerKind, ...]:
     return _kinds_of(options, key, list(pattern), _NEMOTRON_LETTERS)
 
 
-def _nemotron_moe(options: Options, family: Family, kinds: tuple[LayerKind, ...]) -> MoeConfig:
+def _nemotron_moe(
+    options: Options, family: Family, kinds: tuple[LayerKind, ...]
+) -> MoeConfig | None:
+    if "moe" not in kinds:
+        for key in _NEMOTRON_MOE:  # written by transformers all the same
+            options.raw(key)
+        return None
     defaults = family.defaults
     num_experts = options.integer("n_routed_experts", defaults["num_experts"], high=MAX_EXPERTS)
     num_groups = options.integer("n_group", 1, high=num_experts)

@@ -125,11 +125,11 @@ HYBRID: tuple[Family, ...] = (
             "moe_intermediate_size": 7688,
             "moe_shared_expert_intermediate_size": 7688,
         },
-        bias="option",
         mlp_bias=True,
         recurrent="mamba2",
         neutral={
             "sliding_window": (),
+            "attention_bias": (False,),
             "mamba_proj_bias": (False,),
             "n_shared_experts": (1,),
             "num_nextn_predict_layers": (0, 1),

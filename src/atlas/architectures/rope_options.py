@@ -188,6 +188,10 @@ def rope_from_gguf(options: Options, head_dim: int, max_seq_len: int) -> RopeCon
     factor without a type is linear scaling, and 0 means no scaling, as in llama.cpp.
     """
     options.require_neutral({"rope.dimension_count": (head_dim,), "rope.dimension_sections": ()})
+    return _scaled_rope_from_gguf(options, max_seq_len)
+
+
+def _scaled_rope_from_gguf(options: Options, max_seq_len: int) -> RopeConfig:
     theta = options.number("rope.freq_base", 10000.0, low=1.0, high=_MAX_THETA)
     old_factor = _factor_or_zero(options, "rope.scale_linear", 0.0)
     factor = _factor_or_zero(options, "rope.scaling.factor", old_factor)
@@ -221,6 +225,19 @@ def rope_from_gguf(options: Options, head_dim: int, max_seq_len: int) -> RopeCon
     if kind == "linear" and factor not in (0.0, 1.0):
         return replace(rope, scaling="linear", factor=factor)
     return rope
+
+
+def partial_rope_from_gguf(options: Options, head_dim: int, max_seq_len: int) -> RopeConfig:
+    """As :func:`rope_from_gguf` for a model that rotates the first part of every head."""
+    rotary_dim = options.integer("rope.dimension_count", head_dim, low=2, high=head_dim)
+    if rotary_dim % 2:
+        raise options.unsupported("rope.dimension_count", rotary_dim, "even numbers")
+    counts = options.integers("rope.dimension_sections", high=2**16)
+    if counts and (len(counts) not in (3, 4) or any(counts[3:])):
+        raise options.unsupported("rope.dimension_sections", counts, "three counts")
+    sections = (counts[0], counts[1], counts[2]) if counts else None
+    rope = _scaled_rope_from_gguf(options, max_seq_len)
+    return replace(rope, rotary_dim=rotary_dim, sections=sections)
 
 
 def _factor_or_zero(options: Options, key: str, default: float) -> float:

@@ -56,8 +56,8 @@ def gated_rmsnorm(
 
     Parameters
     ----------
-    x, gate : float32 [T, D]
-        Rows may be strided.
+    x, gate : float32 [T, D] or [T, H, group_size]
+        Rows, and the groups of a row, may be strided.
     weight : float32 [D] or [group_size]
         The latter serves every group.
     eps : float
@@ -66,8 +66,8 @@ def gated_rmsnorm(
         Divides D; elements that are normalised together, such as those of a head.
     norm_first : bool
         True in gated delta networks, False in Mamba-2.
-    out : float32 [T, D]
-        Written; may be ``x``; rows may be strided.
+    out : float32, shape of x
+        Written; may be ``x``; rows and groups may be strided.
 
     Notes
     -----

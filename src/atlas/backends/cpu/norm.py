@@ -28,15 +28,18 @@ def gated_rmsnorm(
     *,
     out: Array,
 ) -> None:
-    sizes = match_dims("T D", x, "T D", gate, "T D", out, "W", weight, dtype="float32")
-    groups, rest = divmod(sizes["D"], group_size)
-    if rest or sizes["W"] not in (group_size, sizes["D"]):
+    spec = "T D" if x.ndim == 2 else "T H G"
+    sizes = match_dims(spec, x, spec, gate, spec, out, "W", weight, dtype="float32")
+    width = sizes["D"] if x.ndim == 2 else sizes["H"] * sizes["G"]
+    groups, rest = divmod(width, group_size)
+    if rest or sizes["W"] not in (group_size, width) or sizes.get("G", group_size) != group_size:
         raise ShapeError(
-            f"groups of {group_size} in rows of {sizes['D']}, weight of {sizes['W']}; allowed: "
+            f"groups of {group_size} in rows of {width}, weight of {sizes['W']}; allowed: "
             f"a divisor, weight of group_size or of the row"
         )
+    steps = [array.strides[1] if x.ndim == 3 else group_size * 4 for array in (x, gate, out)]
     weight_stride = 0 if sizes["W"] == group_size else group_size * 4
-    args: Args = (address(x), x.strides[0], address(gate), gate.strides[0], sizes["T"], groups)
-    args += (group_size, address(weight), weight_stride, float_bits(eps), int(norm_first))
-    args += (address(out), out.strides[0])
+    args: Args = (address(x), x.strides[0], steps[0], address(gate), gate.strides[0], steps[1])
+    args += (sizes["T"], groups, group_size, address(weight), weight_stride, float_bits(eps))
+    args += (int(norm_first), address(out), out.strides[0], steps[2])
     queue.launch("norm.gated_rmsnorm", args, (x, gate, weight, out))

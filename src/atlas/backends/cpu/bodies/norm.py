@@ -68,22 +68,18 @@ def gated_load(x, gate, at, count, gated):
 
 @body("norm.gated_rmsnorm")
 def gated_rmsnorm(thread, num_threads, args):
-    x, x_stride, gate, gate_stride, num_rows, groups = (
-        args[0],
-        args[1],
-        args[2],
-        args[3],
-        args[4],
-        args[5],
-    )
-    size, weight, weight_stride, eps = args[6], args[7], args[8], bits_f32(args[9])
-    norm_first, out, out_stride = args[10] != 0, args[11], args[12]
+    x, x_stride, x_step = args[0], args[1], args[2]
+    gate, gate_stride, gate_step = args[3], args[4], args[5]
+    num_rows, groups, size, weight, weight_stride = args[6], args[7], args[8], args[9], args[10]
+    eps, norm_first = bits_f32(args[11]), args[12] != 0
+    out, out_stride, out_step = args[13], args[14], args[15]
     items = num_rows * groups
     for item in range(items * thread // num_threads, items * (thread + 1) // num_threads):
         row, group = item // groups, item % groups
-        at = group * size * 4
-        source, gates = x + row * x_stride + at, gate + row * gate_stride + at
-        target, scales = out + row * out_stride + at, weight + group * weight_stride
+        source = x + row * x_stride + group * x_step
+        gates = gate + row * gate_stride + group * gate_step
+        target = out + row * out_stride + group * out_step
+        scales = weight + group * weight_stride
         squares = zeros()
         for i in range(0, size, 16):
             value = gated_load(source, gates, i * 4, min(16, size - i), not norm_first)
