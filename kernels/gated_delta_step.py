@@ -27,11 +27,9 @@ from atlas_kernels.ptx_math import fast_rsqrt, fma, quotient, vector_scale
 from atlas_kernels.ptx_memory import (
     atomic_add_b32,
     fence_device,
-    load_b32,
     load_constant_b32,
     load_constant_f32,
     load_constant_f32x2,
-    load_f32,
     load_f32x2,
     load_shared_b32,
     load_shared_f32x2,
@@ -264,7 +262,7 @@ def make_gated_delta_step(dim: int, rows: Access) -> Any:
 
 @kernel(
     "gated_delta_mixer_step",
-    args="ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i64 i64 i64 i64 f32",
+    args="ptr " * 16 + "i32 i32 i64 i64 i64 i64 f32",
     threads=num_threads,
     min_blocks=2,
     variants=VARIANTS,

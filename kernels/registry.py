@@ -19,6 +19,8 @@ MODULES = (
     "cast",
     "conv1d",
     "embedding",
+    "gated_delta_chunk",
+    "gated_delta_prefill",
     "gated_delta_step",
     "gemm_step",
     "gemm_step_mma",

@@ -141,3 +141,25 @@ class DeltaLayer:
         flat = out.reshape(rows.total, values)
         OPS["gated_rmsnorm"](flat, gate, self.norm_weight, 1e-6, self.dim, True, out=normed)
         return qkv, out, normed.reshape(out.shape), state, tail
+
+
+def delta_chunks(
+    layer: DeltaLayer, qkv: Buffer, chunks: list[list[int]], out: Buffer, columns: int = 16
+) -> None:
+    """Prefill some chunks of each sequence: ``chunks[n]`` are numbers of chunks of its rows."""
+    bench, rows, dim = layer.bench, layer.rows, layer.dim
+    firsts = [rows.cu_rows[n] + 64 * c for n, numbers in enumerate(chunks) for c in numbers]
+    count, keys, values = len(firsts), layer.key_heads, layer.value_heads
+    q, k = (bench.empty((count, keys, 64, dim), "bf16") for _ in "qk")
+    w, u = (bench.empty((count, values, 64, dim), "bf16") for _ in "wu")
+    p, logs = bench.empty((count, values, 64, 64), "bf16"), bench.empty((count, values, 64), "f32")
+    work = [buffer.address for buffer in (q, k, w, u, p, logs)]
+    chunk_rows = bench.put_ints(firsts)
+    args = [qkv.address, *layer.gate_addresses(), *layer.constants[2:], chunk_rows, *work]
+    args += [keys, values, qkv.stride, layer.gates.stride]
+    bench.run(f"gated_delta_chunk_d{dim}_{layer.type}", (count, values), args)
+    cu_chunks = bench.put_ints(np.cumsum([0, *map(len, chunks)]))
+    args = [*work, chunk_rows, cu_chunks, bench.put_ints(rows.slots), layer.states.address]
+    args += [out.address, keys, values, out.stride]
+    grid = (len(chunks) * values * (dim // columns), 1)
+    bench.run(f"gated_delta_prefill_d{dim}_c{columns}", grid, args)
