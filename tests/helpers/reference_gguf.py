@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.helpers import reference_gguf_hybrid as hybrid
 from tests.helpers.reference import ReferenceModel
 
 Floats = NDArray[np.float32]
@@ -38,13 +39,18 @@ def write_gguf(
     """
     path = Path(path)
     config = reference.model.config
-    writer = gguf.GGUFWriter(str(path), _ARCHITECTURES[config.model_type])
-    _add_metadata(writer, config)
-    tensors = _tensors(reference)
+    if config.model_type in hybrid.ARCHITECTURES:
+        writer = gguf.GGUFWriter(str(path), hybrid.architecture(config))
+        hybrid.add_metadata(writer, config)
+        tensors = hybrid.tensors(config, reference.weights())
+    else:
+        writer = gguf.GGUFWriter(str(path), _ARCHITECTURES[config.model_type])
+        _add_metadata(writer, config)
+        tensors = _tensors(reference)
     if rope_freqs is not None:
         tensors["rope_freqs.weight"] = rope_freqs
     for name, values in tensors.items():
-        if values.ndim > 1:
+        if values.ndim > 1 and "ssm_" not in name.partition(".ssm_out")[0]:
             writer.add_tensor(name, gguf.quantize(values, quantize), raw_dtype=quantize)
         else:
             writer.add_tensor(name, values)

@@ -147,7 +147,7 @@ def read_nemotron_h(
         num_heads=_one(options, "attention.head_count"),
         num_kv_heads=_one(options, "attention.head_count_kv"),
         head_dim=head_dim,
-        intermediate_size=_one(options, "feed_forward_length", 0),
+        intermediate_size=_mlp_size(options, tensors, kinds),
         norm_eps=options.number("attention.layer_norm_rms_epsilon", high=1.0),
         max_seq_len=options.integer("context_length"),
         activation="relu_squared",
@@ -196,6 +196,20 @@ def _one(options: Options, key: str, default: int | None = None) -> int:
     if len(counts) > 1:
         raise options.unsupported(key, value, "one number for all layers that have it")
     return counts.pop() if counts else 0
+
+
+def _mlp_size(options: Options, tensors: Tensors, kinds: tuple[LayerKind, ...]) -> int:
+    """Width of the MLPs, by their tensors: the key holds that of the experts, where there are."""
+    options.raw("feed_forward_length")
+    if "mlp" not in kinds:
+        return 0
+    name = f"blk.{kinds.index('mlp')}.ffn_up.weight"
+    shape = tensors[name].shape
+    if len(shape) != 2:
+        raise ModelFileError(
+            f"{options.origin}: {name} has shape {list(shape)}; needs 2 dimensions"
+        )
+    return shape[0]
 
 
 def _any(tensors: Tensors, num_layers: int, name: str) -> bool:

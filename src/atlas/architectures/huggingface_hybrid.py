@@ -241,6 +241,7 @@ def read_nemotron_h(options: Options, family: Family, generation: Generation) ->
     options.choice("mlp_hidden_act", ("relu2",), "relu2")
     head_key = "attention_head_dim" if options.has("attention_head_dim") else "head_dim"
     mlp_bias = options.flag("mlp_bias", False)
+    options.raw("intermediate_size")
     if mlp_bias and "moe" in kinds:
         raise options.unsupported("mlp_bias", mlp_bias, "false beside experts")
     mtp = _letters(options, "mtp_hybrid_override_pattern") or ("attention", "moe")
@@ -253,7 +254,7 @@ def read_nemotron_h(options: Options, family: Family, generation: Generation) ->
         num_heads=options.integer("num_attention_heads"),
         num_kv_heads=options.integer("num_key_value_heads", defaults["num_key_value_heads"]),
         head_dim=read_head_dim(options, head_key, defaults["head_dim"], 0, 1),
-        intermediate_size=options.integer("intermediate_size", 21504),
+        intermediate_size=options.integer("intermediate_size", 21504) if "mlp" in kinds else 0,
         norm_eps=options.number("layer_norm_epsilon", 1e-5, high=1.0),
         max_seq_len=options.integer("max_position_embeddings", defaults["max_position_embeddings"]),
         activation="relu_squared",

@@ -64,10 +64,33 @@ class GatedDelta:
         sizes = self.sizes
         recurred = step.recurred[:, : sizes.value_size]
         z = step.mixed[:, sizes.conv_size : sizes.conv_size + sizes.value_size]
-        ops.gated_rmsnorm(
-            recurred, z, self.gated_norm, self.norm_eps, sizes.value_dim, True, out=recurred
-        )
+        if sizes.tiled_values:
+            recurred = self._normed_in_tiles(ops, recurred, z, step)
+        else:
+            ops.gated_rmsnorm(
+                recurred, z, self.gated_norm, self.norm_eps, sizes.value_dim, True, out=recurred
+            )
         self.output.add_to(ops, recurred, step.hidden)
+
+    def _normed_in_tiles(self, ops: Any, recurred: Array, z: Array, step: StepBuffers) -> Array:
+        """The gated norm with value head j of every key head in turn, as ``output`` reads them."""
+        sizes = self.sizes
+        heads = (len(recurred), sizes.num_value_heads, sizes.value_dim)
+        normed = step.convolved[:, : sizes.value_size]  # the recurrence has read it
+        x, gate, out = (array.reshape(heads, copy=False) for array in (recurred, z, normed))
+        per_key = sizes.num_value_heads // sizes.num_key_heads
+        for j in range(per_key):
+            tile = slice(j * sizes.num_key_heads, (j + 1) * sizes.num_key_heads)
+            ops.gated_rmsnorm(
+                x[:, j::per_key],
+                gate[:, j::per_key],
+                self.gated_norm,
+                self.norm_eps,
+                sizes.value_dim,
+                True,
+                out=out[:, tile],
+            )
+        return normed
 
     def replay(self, ops: Any, step: StepBuffers) -> None:
         """Advance the states of ``step.state_slots`` over the inputs in ``step.kept_rows``."""
