@@ -120,6 +120,7 @@ class Engine:
             quantize=quantize,
             max_step_tokens=max(512, schedule.max_running + schedule.chunk_tokens),
             max_running=schedule.max_running,
+            state_snapshots=schedule.state_snapshots,
         )
         started = time.perf_counter()
         location = locate(model)
