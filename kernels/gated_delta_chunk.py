@@ -20,8 +20,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from atlas_kernels._cuda import device, f32, i32, i64
-from atlas_kernels.gated_delta_step import NORM_EPS
+from atlas_kernels._cuda import device, f32, i64
+from atlas_kernels.chunk_pass import row_pitch
+from atlas_kernels.chunk_rows import LOG2_E, THREADS, copy_out, put_row, running_sums
+from atlas_kernels.gated_delta_step import DIMS, NORM_EPS, TYPES
 from atlas_kernels.gates import log_decay, sigmoid
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_chunk import (
@@ -31,19 +33,15 @@ from atlas_kernels.ptx_chunk import (
     scaled_words,
     store_column,
 )
-from atlas_kernels.ptx_math import fast_exp2, fast_rsqrt, fma, pack_bf16, quotient
+from atlas_kernels.ptx_math import fast_exp2, fast_rsqrt, fma, quotient
 from atlas_kernels.ptx_memory import (
     dynamic_shared,
     load_b32,
     load_constant_f32,
     load_f32x4,
-    load_shared_b32x4,
     load_shared_f32,
     load_shared_f32x4,
-    store_b32x2,
-    store_b32x4,
     store_f32x2,
-    store_shared_b32x2,
     store_shared_f32x2,
     store_shared_f32x4,
 )
@@ -53,7 +51,6 @@ from atlas_kernels.ptx_warp import (
     block_y,
     lane_id,
     shuffle_b32,
-    shuffle_f32,
     shuffle_xor_f32,
     sync_threads,
     sync_warp,
@@ -62,17 +59,9 @@ from atlas_kernels.ptx_warp import (
 from atlas_kernels.registry import kernel
 from atlas_kernels.vector import access
 
-THREADS = 128
 HALF = CHUNK // 2
-LOG2_E = 1.4426950408889634
 MATRIX_PITCH = 4 * CHUNK + 32  # of float32: lanes of a fragment meet no bank twice
-DIMS = {"d64": 64, "d128": 128}
-VARIANTS = {f"{size}_{type}": (DIMS[size], type) for size in DIMS for type in ("bf16", "f32")}
-
-
-def row_pitch(dim: int) -> int:
-    """Bytes from a row of bf16 to the next, an odd multiple of 16."""
-    return 2 * dim + 16
+VARIANTS = {f"{size}_{type}": (DIMS[size], type) for size in DIMS for type in TYPES}
 
 
 def shared_bytes(dim: int, type: str) -> int:
@@ -110,6 +99,7 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
     store_p, store_rows = tile_store_bf16(CHUNK, 1, pitch), tile_store_bf16(dim, 1, pitch)
     invert, put_column = invert_column(HALF, MATRIX_PITCH), store_column(HALF, MATRIX_PITCH)
     words, no_values = scaled_words(MATRIX_PITCH), tile_fill(dim // 2, 0.0)
+    put, copy_p, copy_rows = put_row(dim), copy_out(2 * CHUNK, pitch), copy_out(2 * dim, pitch)
     scale = f32(dim**-0.5)
 
     @device
@@ -117,18 +107,9 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
         """A warp: the rows' β and G, and the factors of the columns of T."""
         lane = lane_id()
         at = (first_row + 2 * lane) * stride
-        first = log_decay(load_gate(a + at)[0], decay_log, bias) * f32(LOG2_E)
-        second = log_decay(load_gate(a + at + stride)[0], decay_log, bias) * f32(LOG2_E)
-        total = first + second
-        step = i32(1)
-        while step < 32:
-            before = shuffle_f32(total, max(lane - step, 0))
-            total = total + before if lane >= step else total
-            step = i32(step * 2)
-        before = shuffle_f32(total, max(lane - 1, 0))
-        before = before if lane > 0 else f32(0)
-        low = before + first
-        high = low + second
+        low = log_decay(load_gate(a + at)[0], decay_log, bias) * f32(LOG2_E)
+        high = log_decay(load_gate(a + at + stride)[0], decay_log, bias) * f32(LOG2_E)
+        low, high = running_sums(low, high)
         beta_low, beta_high = sigmoid(load_gate(b + at)[0]), sigmoid(load_gate(b + at + stride)[0])
         place = base + lane * 8
         store_shared_f32x2(place + logs_at, (low, high))
@@ -136,19 +117,6 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
         written = (-beta_low * fast_exp2(low), -beta_high * fast_exp2(high))
         store_shared_f32x2(place + write_at, written)
         store_f32x2(logs + lane * 8, (low, high))
-
-    @device
-    def put_row(shared, target, write, factor, source):
-        """Eight lanes: a row times a factor, as bf16, to shared memory and perhaps beyond."""
-        for i in range(vectors):
-            x = load_f32x4(source + i * 128)
-            pair = (
-                pack_bf16(x[0] * factor, x[1] * factor),
-                pack_bf16(x[2] * factor, x[3] * factor),
-            )
-            store_shared_b32x2(shared + i * 64, pair)
-            if write:
-                store_b32x2(target + i * 64, pair)
 
     @device
     def row_factor(source):
@@ -178,17 +146,6 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
         store_shared_f32x4(place, (sign * a0, sign * a1, sign * a2, sign * a3))
         store_shared_f32x4(place + MATRIX_PITCH, (sign * b0, sign * b1, sign * b2, sign * b3))
 
-    @device
-    def copy_out(target, row_bytes, source):
-        """A warp's 16 rows from shared memory, 16 bytes a lane."""
-        sync_warp()
-        per_row = row_bytes // 16
-        for i in range(lane_id(), 16 * per_row, 32):
-            row = quotient(i, per_row)
-            data = load_shared_b32x4(source + row * pitch + (i - row * per_row) * 16)
-            store_b32x4(target + i * 16, data)
-        sync_warp()
-
     def gated_delta_chunk(
         qkv, a, b, decay_log, dt_bias, chunk_rows, q_out, k_out, w_out, u_out, p_out, logs_out,
         key_heads, value_heads, qkv_stride, gate_stride,
@@ -217,10 +174,10 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
             at = (row + i) * (dim * 2) + column * 2
             shared = base + (row + i) * pitch + column * 2
             factor = row_factor(source) * scale
-            put_row(shared, q_out + key_place + at, is_first, factor, source)
-            put_row(shared + k_at, k_out + key_place + at, is_first, row_factor(keys), keys)
+            put(shared, q_out + key_place + at, is_first, factor, source)
+            put(shared + k_at, k_out + key_place + at, is_first, row_factor(keys), keys)
             values = source + ((2 * key_heads + head - key_head) * dim) * 4
-            put_row(shared + v_at, q_out, False, f32(1), values)
+            put(shared + v_at, q_out, False, f32(1), values)
         sync_threads()
 
         own = base + warp * 16 * pitch  # the warp's rows of q: room for what goes out
@@ -235,7 +192,7 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
         weights = to_diagonal(weights, upper, log_upper, upper + 8, log_lower, columns, pair)
         sync_warp()
         store_p(weights, fragment)
-        copy_out(p_out + (place * CHUNK + warp * 16) * (CHUNK * 2), CHUNK * 2, own)
+        copy_p(p_out + (place * CHUNK + warp * 16) * (CHUNK * 2), own)
         matrix = scores_of(q_row + k_at, k_row)
         matrix = below(matrix, upper, log_upper, upper + 8, log_lower, columns, pair)
         store_matrix(matrix, base + matrix_at + upper * MATRIX_PITCH + pair * 4)
@@ -269,9 +226,9 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
         target = (place * CHUNK + warp * 16) * (dim * 2)
         factors = words(t_row, base + write_at + pair * 4)
         store_rows(values_of(no_values(), factors, b_row + k_at), fragment)
-        copy_out(w_out + target, dim * 2, own)
+        copy_rows(w_out + target, own)
         factors = words(t_row, base + beta_at + pair * 4)
         store_rows(values_of(no_values(), factors, b_row + v_at), fragment)
-        copy_out(u_out + target, dim * 2, own)
+        copy_rows(u_out + target, own)
 
     return gated_delta_chunk

@@ -67,11 +67,8 @@ NORM_EPS = 1e-6
 COLUMN_LANES = (4, 8, 16)  # the lanes of a column differ in these bits
 
 DIMS = {"d64": 64, "d128": 128}
-VARIANTS = {
-    f"{size}_{type}": (dim, access(type, 2))
-    for size, dim in DIMS.items()
-    for type in ("bf16", "f32")
-}
+TYPES = ("bf16", "f32")
+VARIANTS = {f"{size}_{type}": (DIMS[size], access(type, 2)) for size in DIMS for type in TYPES}
 
 
 def num_threads(dim: int, rows: Access) -> int:

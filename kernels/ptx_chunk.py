@@ -139,27 +139,28 @@ def store_column(size: int, pitch: int) -> Any:
 
 
 @cache
-def read_state(dim: int, pitch: int, state_pitch: int) -> Any:
-    """(first, second, a, b, state) → first + A · S, second + B · S; k16 steps ascending.
+def read_state(dim: int, pitch: int, state_pitch: int, factors: int) -> Any:
+    """(sums …, a …, state) → each sums + A · S, for 1 or 2 ``factors``; k16 steps ascending.
 
-    A and B are 16 rows of ``dim`` in shared memory: addresses of (row lane % 16, bytes
-    16 · (lane / 16)). S is [dim, 16] with rows ``state_pitch`` apart: the same lane's address.
+    A is 16 rows of ``dim`` in shared memory: the address of (row lane % 16, bytes 16 · (lane /
+    16)). S is [dim, 16] with rows ``state_pitch`` apart: the same lane's address.
     """
     sums = _floats(8)
-    result = types.UniTuple(sums, 2)
+    result = sums if factors == 1 else types.UniTuple(sums, factors)
+    signature = result(*[sums] * factors, *[i32] * factors, i32)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        totals = [members(builder, arg, 8) for arg in args[:2]]
+        totals = [members(builder, arg, 8) for arg in args[:factors]]
         for step in range(dim // 16):
-            s = ldmatrix(builder, args[4], 16 * step * state_pitch, ".trans")
-            for total, address in zip(totals, args[2:4], strict=True):
-                factor = ldmatrix(builder, address, 32 * step, "")
-                total[:4] = mma(builder, total[:4], factor, s[:2])
-                total[4:] = mma(builder, total[4:], factor, s[2:])
+            s = ldmatrix(builder, args[-1], 16 * step * state_pitch, ".trans")
+            for total, address in zip(totals, args[factors:-1], strict=True):
+                a = ldmatrix(builder, address, 32 * step, "")
+                total[:4] = mma(builder, total[:4], a, s[:2])
+                total[4:] = mma(builder, total[4:], a, s[2:])
         parts = [context.make_tuple(builder, sums, total) for total in totals]
-        return context.make_tuple(builder, result, parts)
+        return parts[0] if factors == 1 else context.make_tuple(builder, result, parts)
 
-    return typed_intrinsic(result(sums, sums, i32, i32, i32), codegen)
+    return typed_intrinsic(signature, codegen)
 
 
 @cache

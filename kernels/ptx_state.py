@@ -74,6 +74,13 @@ def shared_vector(count: int) -> Any:
 
 
 @cache
+def global_vector(count: int) -> Any:
+    """(address) → ``count`` neighbouring float32, the address a multiple of min(16, 4 · count)."""
+    width = min(count, 4)
+    return _load("ld.global", i64, count // width, width, 16)
+
+
+@cache
 def state_store(rows: int, columns: int, row_bytes: int) -> Any:
     """(address, piece)."""
     piece, width = _floats(rows * columns), min(columns, 4)

@@ -26,6 +26,9 @@ MODULES = (
     "gemm_step_mma",
     "gemm_step_quant",
     "kv_store",
+    "mamba2_chunk",
+    "mamba2_prefill",
+    "mamba2_step",
     "norm",
     "rope",
 )

@@ -143,6 +143,85 @@ class DeltaLayer:
         return qkv, out, normed.reshape(out.shape), state, tail
 
 
+class MambaLayer:
+    """A Mamba-2 layer of heads of 64: what its convolution left, weights, state."""
+
+    BOUNDS = (np.float32(0.01), np.float32(2.5))
+
+    def __init__(self, bench: Bench, rows: Rows, heads: int, groups: int, size: int) -> None:
+        self.bench, self.rows, self.heads, self.groups, self.size = bench, rows, heads, groups, size
+        self.convolved = normal(rows.total, 64 * heads + 2 * groups * size)
+        self.time = rounded(normal(rows.total, heads), "bf16")
+        self.vectors = [normal(heads, seed=seed) for seed in (1, 2, 3)]  # decay, skip, bias
+        self.state = normal(SLOTS, heads, 64, size)
+        self.input = bench.put(self.convolved, "f32", pad=4)
+        self.times = bench.put(self.time, "bf16", pad=2)
+        self.constants = [bench.put(vector[None], "f32").address for vector in self.vectors]
+        self.restart()
+
+    def restart(self) -> None:
+        """Put a fresh copy of the state."""
+        self.states = self.bench.put(self.state, "f32")
+
+    def columns(self) -> list[int]:
+        """Addresses of x, b and c."""
+        b = self.input.address + 64 * self.heads * 4
+        return [self.input.address, b, b + self.groups * self.size * 4]
+
+    def empty(self) -> Buffer:
+        return self.bench.empty((self.rows.total, self.heads, 64), "f32", pad=4)
+
+    def step(
+        self, first: int = 0, count: int | None = None, out: Buffer | None = None,
+        write: bool = True,
+    ) -> Buffer:  # fmt: skip
+        """Run the step kernel over some rows of each sequence."""
+        out = self.empty() if out is None else out
+        num_seqs = len(self.rows.lengths)
+        targets = self.rows.slots if write else np.full(num_seqs, -1)
+        args = [*self.columns(), self.times.address, *self.constants]
+        args += [self.bench.put_ints(self.rows.slots), self.bench.put_ints(targets)]
+        args += [*self.rows.ranges(first, count), self.states.address, out.address]
+        args += [self.heads, self.groups, 64, self.input.stride, self.times.stride, out.stride]
+        channels = 8 if self.size == 256 else 16
+        grid = (num_seqs * self.heads, 64 // (4 * channels))
+        self.bench.run(f"mamba2_step_n{self.size}_bf16", grid, [*args, *self.BOUNDS])
+        return out
+
+    def prefill(self, chunks: list[list[int]], out: Buffer, columns: int = 16) -> None:
+        """Prefill some chunks of each sequence: ``chunks[n]`` are numbers of chunks of its rows."""
+        bench, rows, heads, groups, size = (
+            self.bench, self.rows, self.heads, self.groups, self.size,
+        )  # fmt: skip
+        firsts = [rows.cu_rows[n] + 64 * c for n, numbers in enumerate(chunks) for c in numbers]
+        count, chunk_rows = len(firsts), bench.put_ints(firsts)
+        q, k = (bench.empty((count, groups, 64, size), "bf16") for _ in "qk")
+        u, p = (bench.empty((count, heads, 64, 64), "bf16") for _ in "up")
+        work = [q, k, u, p, bench.empty((count, heads, 64), "f32")]
+        addresses = [buffer.address for buffer in work]
+        decay, skip, bias = self.constants
+        args = [*self.columns(), self.times.address, decay, bias, chunk_rows, *addresses]
+        args += [heads, groups, 64, self.input.stride, self.times.stride]
+        bench.run(f"mamba2_chunk_n{size}_bf16", (count, heads), [*args, *self.BOUNDS])
+        cu_chunks = bench.put_ints(np.cumsum([0, *map(len, chunks)]))
+        args = [*addresses, self.input.address, skip, chunk_rows, cu_chunks]
+        args += [bench.put_ints(rows.slots), self.states.address, out.address, heads, groups]
+        grid = (len(chunks) * heads * (64 // columns), 1)
+        args += [self.input.stride, out.stride]
+        bench.run(f"mamba2_prefill_n{size}_c{columns}", grid, args)
+
+    def defined(self) -> tuple[np.ndarray, np.ndarray]:
+        """The op: out and state."""
+        rows, split = self.rows, [64 * self.heads, 64 * self.heads + self.groups * self.size]
+        x, b, c = np.split(self.convolved, split, axis=1)
+        x = x.reshape(rows.total, self.heads, 64)
+        b, c = (part.reshape(rows.total, self.groups, self.size) for part in (b, c))
+        state, out = self.state.copy(), np.empty((rows.total, self.heads, 64), np.float32)
+        args = (x, b, c, self.time, *self.vectors, *self.BOUNDS, *rows.definition())
+        OPS["mamba2_step"](*args, states=state, out=out)
+        return out, state
+
+
 def delta_chunks(
     layer: DeltaLayer, qkv: Buffer, chunks: list[list[int]], out: Buffer, columns: int = 16
 ) -> None:

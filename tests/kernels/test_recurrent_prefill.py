@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.launches import Bench
-from tests.kernels.recurrent import DeltaLayer, Rows, delta_chunks
+from tests.kernels.recurrent import DeltaLayer, MambaLayer, Rows, delta_chunks
 
 ERROR = 8e-3
 """‖got − want‖ / ‖want‖: a product's factors are rounded to bf16, 2**-9 of each."""
@@ -49,5 +49,32 @@ def test_chunks_in_two_launches_have_the_bits_of_one(bench: Bench) -> None:
     layer.restart()
     delta_chunks(layer, qkv, [[0], [0]], cut)
     delta_chunks(layer, qkv, [[1, 2], []], cut)
+    np.testing.assert_array_equal(bench.get(cut), bench.get(whole))
+    np.testing.assert_array_equal(bench.get(layer.states), state)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "columns", "lengths"), [((2, 1, 64), 16, [128, 64]), ((1, 1, 128), 32, [64])]
+)
+def test_mamba2(
+    bench: Bench, sizes: tuple[int, int, int], columns: int, lengths: list[int]
+) -> None:
+    layer = MambaLayer(bench, Rows(bench, lengths), *sizes)
+    want, state = layer.defined()
+    out = layer.empty()
+    layer.prefill([list(range(n // 64)) for n in lengths], out, columns)
+    assert error(bench.get(out), want) < ERROR
+    got = bench.get(layer.states)
+    assert error(got[layer.rows.slots], state[layer.rows.slots]) < ERROR
+
+
+def test_mamba2_chunks_in_two_launches_have_the_bits_of_one(bench: Bench) -> None:
+    layer = MambaLayer(bench, Rows(bench, [192, 64]), 1, 1, 64)
+    whole, cut = layer.empty(), layer.empty()
+    layer.prefill([[0, 1, 2], [0]], whole)
+    state = bench.get(layer.states)
+    layer.restart()
+    layer.prefill([[0], [0]], cut)
+    layer.prefill([[1, 2], []], cut)
     np.testing.assert_array_equal(bench.get(cut), bench.get(whole))
     np.testing.assert_array_equal(bench.get(layer.states), state)

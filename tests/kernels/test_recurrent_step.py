@@ -7,7 +7,7 @@ import pytest
 
 from atlas.ops import OPS
 from tests.kernels.launches import TYPES, Bench, close, rounded
-from tests.kernels.recurrent import DeltaLayer, Rows, normal
+from tests.kernels.recurrent import DeltaLayer, MambaLayer, Rows, normal
 
 # Key heads, value heads, dimension, rows of each sequence.
 DELTA = [
@@ -59,6 +59,32 @@ def test_a_step_without_a_target_writes_no_state(bench: Bench) -> None:
     np.testing.assert_array_equal(bench.get(layer.states), layer.state)
     np.testing.assert_array_equal(bench.get(layer.tails), layer.tail)
     np.testing.assert_array_equal(bench.get(layer.mix()), out)
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "size", "lengths"),
+    [(4, 2, 64, [1, 3]), (2, 1, 128, [2]), (2, 2, 256, [0, 2])],
+)
+def test_mamba2(bench: Bench, heads: int, groups: int, size: int, lengths: list[int]) -> None:
+    layer = MambaLayer(bench, Rows(bench, lengths), heads, groups, size)
+    want, state = layer.defined()
+    close(bench.get(layer.step()), want, "f32", 4e-6)
+    close(bench.get(layer.states), state, "f32", 4e-6)
+
+
+def test_rows_of_a_mamba2_step_are_steps(bench: Bench) -> None:
+    layer = MambaLayer(bench, Rows(bench, [5, 2]), 2, 1, 64)
+    looked = bench.get(layer.step(write=False))
+    np.testing.assert_array_equal(bench.get(layer.states), layer.state)
+    together, state = bench.get(layer.step()), bench.get(layer.states)
+    np.testing.assert_array_equal(looked, together)
+    layer.restart()
+    out = None
+    for row in range(5):
+        out = layer.step(row, 1, out)
+    assert out is not None
+    np.testing.assert_array_equal(bench.get(out), together)
+    np.testing.assert_array_equal(bench.get(layer.states), state)
 
 
 @pytest.mark.parametrize("type", TYPES)
