@@ -133,7 +133,7 @@ def test_windows_and_types_agree_with_transformers(name: str) -> None:
         expected = [kind == "sliding_attention" for kind in types]
         assert [window is not None for window in ours.windows] == expected
     assert ours.tie_embeddings == config.tie_word_embeddings
-    assert ours.num_kv_heads == config.num_key_value_heads
+    assert ours.num_kv_heads == getattr(config, "num_key_value_heads", 0)
     assert ours.eos_token_ids == (config.eos_token_id,)
 
 

@@ -335,26 +335,26 @@ def build(name: str, directory: str | Path) -> ReferenceModel:
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32
     ).eval()
-    _randomize(model)
+    randomize(model, model.config)
     folder = Path(directory)
     model.save_pretrained(folder)
     return ReferenceModel(name, folder, model)
 
 
-def _randomize(model: transformers.PreTrainedModel) -> None:
+def randomize(model: transformers.PreTrainedModel, config: transformers.PreTrainedConfig) -> None:
     """Large weights, norms around their neutral value, biases that are not zero.
 
     A tied head sees the embedding of the last token in the residual stream and would repeat it
     for ever; small embeddings under a large final norm keep the text varied.
     """
     one_plus = ("gemma", "qwen3_next", "qwen3_5")
-    neutral = 0.0 if model.config.model_type.startswith(one_plus) else 1.0
-    is_tied = model.config.tie_word_embeddings
-    final_norms = ("model.norm.weight", "backbone.norm_f.weight", "model.final_layernorm.weight")
-    embeddings = ("model.embed_tokens.weight", "backbone.embeddings.weight")
+    neutral = 0.0 if config.model_type.startswith(one_plus) else 1.0
+    is_tied = config.tie_word_embeddings
+    final_norms = (".norm.weight", ".norm_f.weight", ".final_layernorm.weight")
+    embeddings = (".embed_tokens.weight", ".embeddings.weight")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name in final_norms and is_tied:
+            if name.endswith(final_norms) and ".layers." not in name and is_tied:
                 parameter.normal_(neutral + 6.0, 1.0)
             elif name.endswith("linear_attn.norm.weight"):
                 parameter.normal_(1.0, 0.2)
@@ -366,7 +366,7 @@ def _randomize(model: transformers.PreTrainedModel) -> None:
                 parameter.normal_(0.0, 0.5)
             elif name.endswith(".bias"):
                 parameter.normal_(0.0, 0.3)
-            elif name in embeddings and is_tied:
+            elif name.endswith(embeddings) and is_tied:
                 parameter.normal_(0.0, 0.02)
             else:
                 parameter.normal_(0.0, 0.15)

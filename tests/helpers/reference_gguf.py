@@ -31,18 +31,19 @@ def write_gguf(
     *,
     quantize: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     rope_freqs: Floats | None = None,
+    mtp: dict[str, Floats] | None = None,
 ) -> Path:
     """Write `reference` to `path`.
 
     Matrices are stored as `quantize`, norms and biases in float32; `rope_freqs` takes the place
-    of the tensor that llama3 models have.
+    of the tensor that llama3 models have; `mtp` are tensors of a multi-token prediction head.
     """
     path = Path(path)
     config = reference.model.config
     if config.model_type in hybrid.ARCHITECTURES:
         writer = gguf.GGUFWriter(str(path), hybrid.architecture(config))
-        hybrid.add_metadata(writer, config)
-        tensors = hybrid.tensors(config, reference.weights())
+        hybrid.add_metadata(writer, config, num_mtp=1 if mtp else 0)
+        tensors = hybrid.tensors(config, reference.weights() | (mtp or {}))
     else:
         writer = gguf.GGUFWriter(str(path), _ARCHITECTURES[config.model_type])
         _add_metadata(writer, config)

@@ -42,6 +42,12 @@ _FEED_FORWARD = {
     "fc1_latent_proj": "ffn_latent_down",
     "fc2_latent_proj": "ffn_latent_up",
 }
+_MTP = {
+    "mtp.fc.weight": "nextn.eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "nextn.enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
+    "mtp.norm.weight": "nextn.shared_head_norm.weight",
+}
 _NORMS = {
     "input_layernorm.weight": "attn_norm.weight",
     "norm.weight": "attn_norm.weight",
@@ -62,10 +68,12 @@ def architecture(config: Any) -> str:
     return f"{name}_moe" if name == "nemotron_h" and "moe" in config.layers_block_type else name
 
 
-def add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+def add_metadata(writer: gguf.GGUFWriter, config: Any, num_mtp: int = 0) -> None:
     """Every key of the architecture."""
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + num_mtp)
+    if num_mtp:
+        writer.add_nextn_predict_layers(num_mtp)
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
     {
@@ -184,6 +192,11 @@ def tensors(config: Any, weights: dict[str, Floats]) -> dict[str, Floats]:
     """The file's tensors for a model's parameters and buffers, by their names in transformers."""
     found: dict[str, Floats] = {}
     for name, values in weights.items():
+        if name in _MTP:
+            block = f"blk.{config.num_hidden_layers}"
+            found[f"{block}.{_MTP[name]}"] = values + _one_plus(config, name)
+            continue
+        name = name.replace("mtp.layers.0.", f"model.layers.{config.num_hidden_layers}.")
         leaf = name.removesuffix(".weight").rpartition(".")[2]
         if leaf in ("embed_tokens", "embeddings"):
             found["token_embd.weight"] = values
@@ -200,10 +213,10 @@ def tensors(config: Any, weights: dict[str, Floats]) -> dict[str, Floats]:
 
 
 def _one_plus(config: Any, name: str) -> float:
+    # The converter names the head's norms enorm and hnorm before it adds the 1.
+    is_norm = name.endswith("norm.weight") or name.startswith("mtp.pre_fc_norm")
     is_qwen = config.model_type.startswith("qwen3")
-    return float(
-        is_qwen and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
-    )
+    return float(is_qwen and is_norm and not name.endswith("linear_attn.norm.weight"))
 
 
 def _layer(config: Any, path: str, values: Floats) -> Iterator[tuple[str, Floats]]:

@@ -41,7 +41,10 @@ HARMLESS = {
     "torch_dtype", "transformers_version", "unk_token_id", "use_cache",
 }  # fmt: skip
 # Of a wrapper, what its text model does not need; the vision part is disclosed as not read.
-_WRAPPER_HARMLESS = HARMLESS | {"architectures", "model_type", "text_config"}
+_WRAPPER_HARMLESS = HARMLESS | {
+    "architectures", "model_type", "text_config", "language_model_only", "image_token_id",
+    "video_token_id", "vision_start_token_id", "vision_end_token_id",
+}  # fmt: skip
 
 
 def text_options(options: Options) -> tuple[Options, Family, list[str]]:

@@ -31,11 +31,12 @@ _QWEN_MOE_DEFAULTS: dict[str, Any] = {
 }
 _QWEN_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),  # of the gated delta layers' z
     "mtp_use_dedicated_embeddings": (False,),
     "use_sliding_window": (False,),
     "sliding_window": (),
 }
-_QWEN_HARMLESS = frozenset({"mamba_ssm_dtype", "full_attention_interval"})
+_QWEN_HARMLESS = frozenset({"mamba_ssm_dtype", "full_attention_interval", "mlp_only_layers"})
 _MAMBA_HARMLESS = frozenset(
     {"chunk_size", "mamba_chunk_size", "num_logits_to_keep", "rescale_prenorm_residual",
      "residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank",
@@ -137,7 +138,7 @@ HYBRID: tuple[Family, ...] = (
         harmless=_MAMBA_HARMLESS
         | {"expand", "hidden_dropout", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
            "time_step_limit", "use_mamba_kernels", "num_hidden_layers", "mtp_layers_block_type",
-           "mtp_hybrid_override_pattern"},
+           "mtp_hybrid_override_pattern", "rope_theta", "partial_rotary_factor"},
     ),
     Family(
         "bamba",

@@ -75,6 +75,14 @@ class Source:
     offset: float = 0.0
     is_negated_exp: bool = False
 
+    @property
+    def share(self) -> float:
+        """The part of the tensors' rows that are this weight's."""
+        if self.part is None:
+            return 1.0
+        rows = prod(self.shape[: max(1, len(self.shape) - 1)])
+        return self.part.groups * (self.part.stop - self.part.start) / rows
+
     def row_index(self) -> NDArray[np.int64] | None:
         """Rows of the file's tensor in canonical order; None where they already are."""
         rows = np.arange(prod(self.shape[: max(1, len(self.shape) - 1)]))

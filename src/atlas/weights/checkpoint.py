@@ -107,8 +107,8 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file's tensors."""
-        return sum(tensor.nbytes for tensor in self._file.tensors.values())
+        """Bytes of all weights in the file."""
+        return sum(self.stored_bytes(name) for name in self._sources)
 
     @property
     def identity(self) -> tuple[tuple[str, int, int], ...]:
@@ -123,8 +123,10 @@ class Checkpoint:
         }
 
     def stored_bytes(self, name: str) -> int:
-        """Bytes of a weight in its file."""
-        return sum(self._file.tensors[tensor].nbytes for tensor in self._source(name).tensors)
+        """Bytes of a weight in its file; of a tensor that holds several weights, its share."""
+        source = self._source(name)
+        nbytes = sum(self._file.tensors[tensor].nbytes for tensor in source.tensors)
+        return round(nbytes * source.share)
 
     def matrix(self, name: str) -> HostMatrix:
         """A weight matrix: a view of the mapped file, or a copy where rows had to be gathered
