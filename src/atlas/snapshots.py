@@ -3,8 +3,8 @@
 Between two steps a request's state is known at its last token only, so whatever is to be resumed
 later is copied when the state passes by:
 
-- where a prompt's chunk was cut for it (the tail boundary, a branch point): for the prefix cache;
-- at the prompt's end: for rewinds to the start of the answer;
+- where a prompt's chunk was cut for it (the tail boundary, a branch point): for the prefix cache,
+  and for rewinds to the start of the answer;
 - at block boundaries while tokens are generated: for rewinds, and the latest one, once the request
   ends, for the prompt that sends its answer back.
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas._native.plan import EntryFlag, EntryKind, Plan
+from atlas._native.plan import ActionKind, EntryFlag, EntryKind, Plan
 from atlas._native.prefix_cache import PrefixCache
 from atlas._native.scheduler import Scheduler
 from atlas.cache.state_slots import Snapshot, StateSlots
@@ -33,7 +33,7 @@ class Ring:
     Attributes
     ----------
     start : Snapshot, optional
-        At the prompt's end; spare: it goes when somebody needs its slot more.
+        The latest before the prompt's last token; spare: it goes when somebody needs its slot more.
     older : list of Snapshot
         At earlier block boundaries, oldest first; spare.
     boundary : Snapshot, optional
@@ -82,6 +82,14 @@ class Snapshots:
         self._block_size = block_size
         self._rings: dict[int, Ring] = {}
 
+    def begin(self, plan: Plan) -> None:
+        """After a plan's actions: what a prompt starts from is its first way back."""
+        for action in plan.actions:
+            if action["kind"] == ActionKind.RESTORE_SNAPSHOT:
+                handle = int(action["handle"])
+                length = self._scheduler.matched(handle)[0]
+                self._keep_start(handle, int(action["other"]), length)
+
     def follow(self, plan: Plan) -> None:
         """After a commit: keep the states that stand where they will be of use."""
         columns = ("handle", "kind", "flags", "reason", "dropped", "slot")
@@ -93,10 +101,9 @@ class Snapshots:
             length = self._scheduler.sequence(handle).seq_len
             if flags & EntryFlag.SNAPSHOT:
                 self._offer(handle, slot, length)
-            if kind == EntryKind.PROMPT and flags & EntryFlag.LAST_CHUNK:
-                self._keep_start(self._rings.setdefault(handle, Ring()), slot, length)
+                self._keep_start(handle, slot, length)
             elif kind == EntryKind.STEP and length % self._block_size == 0:
-                self._keep_boundary(self._rings.setdefault(handle, Ring()), handle, slot, length)
+                self._keep_boundary(handle, slot, length)
 
     def fork(self, handle: int, twin: int) -> None:
         """Copy a request's state into its fork's slot, if that has one already."""
@@ -105,6 +112,8 @@ class Snapshots:
 
     def rewind(self, handle: int, position: int) -> None:
         """Drop a request's tokens from ``position`` on; its state goes back to a snapshot.
+
+        Within the first block it goes back to nothing.
 
         Raises
         ------
@@ -117,12 +126,12 @@ class Snapshots:
             return
         kept = self._rings.get(handle, Ring()).snapshots
         early = [snapshot for snapshot in kept if snapshot.length < position]
-        if not early:
+        if not early and position > self._block_size:
             raise SequenceStateError(
                 f"no snapshot of the recurrent state reaches back to position {position}; kept "
                 f"are those after {', '.join(str(s.length) for s in kept) or 'no'} tokens"
             )
-        self._return_to(handle, position, early[-1])
+        self._return_to(handle, position, early[-1] if early else None)
 
     def rebuild(self, handle: int) -> bool:
         """A step ran and counts for nothing: absorb the tokens again, from a snapshot on.
@@ -180,17 +189,23 @@ class Snapshots:
         if unused is not None:
             self._states.snapshots.give(unused)
 
-    def _keep_start(self, ring: Ring, slot: int, length: int) -> None:
-        if ring.start is not None:  # the prompt ran again
-            return
-        kept = self._states.snapshots.take_free()
-        if kept is not None:
-            self._states.pools.copy(slot, kept)
-            ring.start = Snapshot(kept, length)
+    def _keep_start(self, handle: int, slot: int, length: int) -> None:
+        ring = self._rings.setdefault(handle, Ring())
+        if ring.start is None:
+            kept = self._states.snapshots.take_free()
+            if kept is None:
+                return
             self._states.snapshots.make_spare(kept, ring.forget)
+        elif length > ring.start.length:
+            kept = ring.start.slot
+        else:
+            return  # the prompt runs again
+        self._states.pools.copy(slot, kept)
+        ring.start = Snapshot(kept, length)
 
-    def _keep_boundary(self, ring: Ring, handle: int, slot: int, length: int) -> None:
+    def _keep_boundary(self, handle: int, slot: int, length: int) -> None:
         """The latest boundary; the one before becomes spare while there is room."""
+        ring = self._rings.setdefault(handle, Ring())
         if ring.boundary is not None and length <= ring.boundary.length:
             return  # tokens that run again
         snapshots = self._states.snapshots

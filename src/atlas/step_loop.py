@@ -151,6 +151,8 @@ class StepLoop:
         lost: dict[int, AtlasError] | None = None
         try:
             lost = self.store.perform(plan)
+            if self.snapshots is not None:
+                self.snapshots.begin(plan)
             if plan.num_seqs:
                 self.core.run_plan(plan)
             choices = self._choose_all(plan)

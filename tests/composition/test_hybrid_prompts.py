@@ -104,7 +104,7 @@ def test_occupancy_is_visible(engine: Engine) -> None:
     while engine.metrics().generated_tokens < 12:
         engine.step()
     metrics = engine.metrics()
-    # The tail at 64, the prompt's end at 70, and the boundary at 80.
+    # The tail at 64, for other prompts and for a way back, and the boundary at 80.
     assert (metrics.state_slots_used, metrics.snapshots_used) == (1, 3)
     while engine.has_unfinished():
         engine.step()

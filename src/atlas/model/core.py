@@ -155,7 +155,8 @@ class ModelCore:
             self.runtime.close()
             self.lifetime.closed = True
             self.arena.drop()
-            del self.network, self.pools, self.buffers, self.states, self.replay
+            del self.network, self.pools, self.buffers
+            self.states = self.replay = None
 
     # -- arguments ----------------------------------------------------------------------------
 
