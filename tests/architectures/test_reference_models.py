@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
 from atlas.architectures import expected_weights
 from atlas.config import GatedDeltaConfig, ModelConfig
+from atlas.ops.blocks import quantize
 from atlas.weights.checkpoint import open_checkpoint
 from tests.helpers import plain_decoder
 from tests.helpers.reference import ARCHITECTURES, NOT_IN_GGUF, ReferenceModel, build
@@ -60,6 +62,23 @@ def test_gguf_gives_the_folder(name: str, reference: GetReference, tmp_path: Pat
         assert file.ignored_options == folder.ignored_options == ()
         logits = plain_decoder.logits(file.config, actual, prompt)
     assert_close(logits, model.logits(prompt))
+
+
+def test_parts_of_quantised_tensors(reference: GetReference, tmp_path: Path) -> None:
+    """Rows are gathered whole, whatever their format: queries and gates, tiles of value heads."""
+    model = reference("qwen3_5_moe")
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+    path = write_gguf(model, tmp_path / "model.gguf", quantize=q8_0)
+    with open_checkpoint(model.directory) as folder, open_checkpoint(path) as file:
+        for name in ("q_proj", "q_gate_proj", "k_proj"):
+            name = f"layers.1.{name}"
+            assert file.weight_formats()[name] == "q8_0"
+            expected = quantize(folder.matrix(name), "q8_0").data
+            np.testing.assert_array_equal(file.matrix(name).data, expected, err_msg=name)
+        for name in ("q_proj", "v_proj", "z_proj"):
+            name = f"layers.0.delta.{name}"
+            expected = quantize(folder.matrix(name), "q8_0").data
+            np.testing.assert_array_equal(file.matrix(name).data, expected, err_msg=name)
 
 
 def _columns(sizes: GatedDeltaConfig | None) -> np.ndarray:

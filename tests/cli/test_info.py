@@ -73,7 +73,7 @@ def test_quantisation_and_widening_on_request_are_stated(
                 "layers": "3 × hidden size 64: 2 gated delta, 1 attention",
                 "attention": "3 query and 1 KV heads × 32, gated",
                 "gated delta": "3 key heads × 16, 6 value heads × 24, convolution over 3 tokens",
-                "experts": "8, 3 a token, × 32, one shared × 40, in 2 layers",
+                "experts": "8, 3 a token, × 32, one shared × 64, in 2 layers",
                 "context": "512 positions, RoPE base 10,000 of 8 dimensions",
             },
         ),

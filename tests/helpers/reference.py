@@ -56,7 +56,7 @@ _EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "num_experts": 8,
     "num_experts_per_tok": 3,
-    "shared_expert_intermediate_size": 40,
+    "shared_expert_intermediate_size": 64,
 }
 
 
