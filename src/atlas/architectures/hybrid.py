@@ -104,7 +104,7 @@ HYBRID: tuple[Family, ...] = (
         recurrent="mamba2",
         harmless=_MAMBA_HARMLESS,
     ),
-    Family(
+    Family(  # in GGUF q and k are permuted alike: without RoPE their products are the same
         "nemotron_h",
         "NemotronHForCausalLM",
         "nemotron_h",

@@ -83,6 +83,13 @@ class Source:
         rows = prod(self.shape[: max(1, len(self.shape) - 1)])
         return self.part.groups * (self.part.stop - self.part.start) / rows
 
+    @property
+    def row_range(self) -> slice | None:
+        """The rows, where they lie one after the other in canonical order."""
+        if self.part is None or self.part.groups > 1 or self.tiles is not None:
+            return None
+        return slice(self.part.start, self.part.stop)
+
     def row_index(self) -> NDArray[np.int64] | None:
         """Rows of the file's tensor in canonical order; None where they already are."""
         rows = np.arange(prod(self.shape[: max(1, len(self.shape) - 1)]))

@@ -130,7 +130,7 @@ class Checkpoint:
 
     def matrix(self, name: str) -> HostMatrix:
         """A weight matrix: a view of the mapped file, or a copy where rows had to be gathered
-        (q and k of Llama GGUF files) or stacked (experts stored one by one)."""
+        (q and k of Llama GGUF files, gated queries) or stacked (experts stored one by one)."""
         source = self._source(name)
         if len(source.shape) == 1:  # one row, whose dimension of size 1 the converter dropped
             row = self._file.vector(source.tensors[0])[None]
@@ -140,6 +140,8 @@ class Checkpoint:
         if len(parts) > 1:
             data = np.concatenate([part.data for part in parts])
             return HostMatrix(first.format, len(data), first.cols, data)
+        if (rows := source.row_range) is not None:
+            return first.row_slice(rows.start, rows.stop)
         index = source.row_index()
         return first if index is None else first.take_rows(index)
 
