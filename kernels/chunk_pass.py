@@ -3,7 +3,7 @@
 
 A thread block takes ``columns`` columns of one head's state [K, V]: four warps for every 16, each
 with 16 rows of a chunk and K / 4 rows of the state. The state is float32 in registers, with a copy
-in bf16 for the products; what a chunk needs comes by ``cp.async``, ``STAGES`` chunks deep.
+in bf16 for the products; what a chunk needs comes by ``cp.async``, some stages ahead of its use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from atlas_kernels.ptx_memory import (
 from atlas_kernels.ptx_mma import mma_scale_rows
 from atlas_kernels.ptx_warp import thread_x
 
-STAGES = 3
+PASSES = {"c16": (16, 3), "c32": (32, 3), "c16_s2": (16, 2), "c16_s1": (16, 1)}
+"""Columns of a thread block and stages: c16 and c32 for Hopper's shared memory, whichever fills the
+GPU; two stages fit 160 KB, one 99 KB."""
 
 
 def row_pitch(dim: int) -> int:
@@ -42,11 +44,13 @@ class ChunkPass:
         K and V of the state.
     columns : int
         Of a thread block.
+    stages : int
+        Chunks in shared memory: the present one and those on their way.
     wide : int
         Matrices of CHUNK rows of K that a stage holds: q and k, and W of the gated delta rule.
     """
 
-    def __init__(self, key_dim: int, value_dim: int, columns: int, wide: int) -> None:
+    def __init__(self, key_dim: int, value_dim: int, columns: int, stages: int, wide: int) -> None:
         self.key_dim, self.value_dim, self.columns = key_dim, value_dim, columns
         self.threads = 8 * columns
         self.pitch, self.p_pitch, self.narrow = map(row_pitch, (key_dim, CHUNK, columns))
@@ -55,7 +59,7 @@ class ChunkPass:
         self.u = self.p + CHUNK * self.p_pitch
         self.logs = self.u + CHUNK * self.narrow
         self.stage = self.logs + CHUNK * 4
-        self.state = STAGES * self.stage
+        self.state = stages * self.stage
         self.rows = self.state + key_dim * self.narrow
         self.last = self.rows + CHUNK * self.narrow
         self.shared_bytes = self.last + CHUNK * self.narrow

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
-from atlas_kernels.chunk_pass import STAGES, ChunkPass, load_rows, scale_rows, store_rows
+from atlas_kernels.chunk_pass import PASSES, ChunkPass, load_rows, scale_rows, store_rows
 from atlas_kernels.gated_delta_step import DIMS
 from atlas_kernels.ptx_async import copy_commit, copy_wait, launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_chunk import CHUNK, add_rows, read_state, weigh_rows
@@ -24,24 +24,22 @@ from atlas_kernels.ptx_tile import tile_fill
 from atlas_kernels.ptx_warp import block_x, lane_id, shuffle_b32, sync_threads, thread_x
 from atlas_kernels.registry import kernel
 
-VARIANTS = {
-    f"{size}_c{columns}": (dim, columns) for size, dim in DIMS.items() for columns in (16, 32)
-}
+VARIANTS = {f"{name}_{form}": (DIMS[name], *PASSES[form]) for name in DIMS for form in PASSES}
 
 
-def layout(dim: int, columns: int) -> ChunkPass:
+def layout(dim: int, columns: int, stages: int) -> ChunkPass:
     """A stage holds q, k and W."""
-    return ChunkPass(dim, dim, columns, 3)
+    return ChunkPass(dim, dim, columns, stages, 3)
 
 
 @kernel(
     "gated_delta_prefill",
     args="ptr " * 11 + "i32 i32 i64",
-    threads=lambda dim, columns: layout(dim, columns).threads,
-    shared=lambda dim, columns: layout(dim, columns).shared_bytes,
+    threads=lambda *sizes: layout(*sizes).threads,
+    shared=lambda *sizes: layout(*sizes).shared_bytes,
     variants=VARIANTS,
 )
-def make_gated_delta_prefill(dim: int, columns: int) -> Any:
+def make_gated_delta_prefill(dim: int, columns: int, stages: int) -> Any:
     """Grid (N · HV · V / columns), K = V = ``dim``.
 
     ``q`` … ``logs`` as ``gated_delta_chunk`` wrote them, ``chunk_rows`` int32 [chunks];
@@ -49,7 +47,7 @@ def make_gated_delta_prefill(dim: int, columns: int) -> Any:
     − 1; its state is at ``slots[n]`` of ``states`` float32 [S, HV, K, V], updated. ``out`` [T, HV,
     V] float32, ``out_stride`` in bytes.
     """
-    at = layout(dim, columns)
+    at, lookahead = layout(dim, columns, stages), stages - 1
     pitch, narrow, stage, tiles = at.pitch, at.narrow, at.stage, at.tiles
     q_at, k_at, w_at, p_at, u_at, logs_at = at.q, at.k, at.w, at.p, at.u, at.logs
     state_at, rows_at, last_at, p_pitch = at.state, at.rows, at.last, at.p_pitch
@@ -58,7 +56,7 @@ def make_gated_delta_prefill(dim: int, columns: int) -> Any:
     read = read_state(dim, pitch, narrow, 2)
     add, weigh = add_rows(tiles, pitch, narrow), weigh_rows(p_pitch, narrow)
     nothing, scale_state = tile_fill(8, 0.0), vector_scale(8 * tiles)
-    arrived = copy_wait(STAGES - 2)
+    arrived = copy_wait(max(0, lookahead - 1))
     next_tile = (tiles - 1) * 16  # rows from a warp's first tile to its last
 
     @device
@@ -87,7 +85,7 @@ def make_gated_delta_prefill(dim: int, columns: int) -> Any:
         base, lane, warp = dynamic_shared(), lane_id(), shuffle_b32(thread_x() >> 5, 0)
         group, row = (warp >> 2) * 16, (warp & 3) * 16
         u += column * 2
-        for ahead in range(STAGES - 1):
+        for ahead in range(lookahead):
             if chunk + ahead < end:
                 place = (i64(chunk + ahead) * value_heads + head) * CHUNK
                 key_place = (i64(chunk + ahead) * key_heads + key_head) * CHUNK
@@ -115,15 +113,19 @@ def make_gated_delta_prefill(dim: int, columns: int) -> Any:
         target = out + (head * dim + column + group + (lane & 3) * 2) * 4
         number = i32(0)
         while chunk < end:
-            arrived()
-            sync_threads()  # the chunk is there, and nobody reads the one before it any more
-            ahead = chunk + (STAGES - 1)
+            if lookahead > 0:
+                arrived()
+            sync_threads()  # nobody reads the chunk before this one any more
+            ahead = chunk + lookahead
             if ahead < end:
-                free = number - 1 if number > 0 else STAGES - 1
+                free = number - 1 if number > 0 else lookahead
                 place = (i64(ahead) * value_heads + head) * CHUNK
                 key_place = (i64(ahead) * key_heads + key_head) * CHUNK
                 fetch(base + free * stage, q, k, w, u, p, logs, key_place, place)
             copy_commit()
+            if lookahead == 0:
+                arrived()
+                sync_threads()
             here = base + number * stage
             first_row = i64(load_b32(chunk_rows + i64(chunk) * 4) + row + (lane >> 2))
             upper, lower = load_shared_f32(here + log_at), load_shared_f32(here + log_at + 32)
@@ -142,7 +144,7 @@ def make_gated_delta_prefill(dim: int, columns: int) -> Any:
             read_out = weigh(read_out, here + p_row, base + rows_at + own)
             store_rows(target + first_row * out_stride, out_stride, read_out)
             chunk = i32(chunk + 1)
-            number = i32(number + 1 if number < STAGES - 1 else 0)
+            number = i32(number + 1 if number < lookahead else 0)
         store_rows(state_place, line, first_tile(state))
         store_rows(last_place, line, last_tile(state))
 

@@ -26,7 +26,6 @@ from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_math import fast_rsqrt, fma, quotient, vector_scale
 from atlas_kernels.ptx_memory import (
     atomic_add_b32,
-    fence_device,
     load_constant_b32,
     load_constant_f32,
     load_constant_f32x2,
@@ -92,7 +91,8 @@ class Head:
         self.out = self.v + ROWS * dim * 4
         self.gates = self.out + ROWS * dim * 4
         self.arrivals = self.gates + ROWS * 16
-        self.buffer = shared_buffer("atlas_gated_delta", self.arrivals + 16)
+        self.window = self.arrivals + 16
+        self.buffer = shared_buffer("atlas_gated_delta", self.window + 3 * 16 * dim)
 
     def place(self) -> Any:
         """(element of q, k and v, row) → offset; the element is even."""
@@ -210,10 +210,8 @@ def make_gated_delta_step(dim: int, rows: Access) -> Any:
         head = i32(block_x() - sequence * value_heads)
         slot = load_constant_b32(slots + sequence * 4)
         target = load_constant_b32(targets + sequence * 4)
-        begin, end = (
-            load_constant_b32(begins + sequence * 4),
-            load_constant_b32(ends + sequence * 4),
-        )
+        begin = load_constant_b32(begins + sequence * 4)
+        end = load_constant_b32(ends + sequence * 4)
         within = ((lane >> 2) * piece_rows * dim + warp * 16 + (lane & 3) * 4) * 4
         state_bytes = dim * dim * 4
         source = states + (i64(slot) * value_heads + head) * state_bytes
@@ -299,6 +297,28 @@ def make_gated_delta_mixer_step(dim: int, rows: Access) -> Any:
             first = pair[0] * factor * scale[0] * silu(z[0])
             put(target + at, (first, pair[1] * factor * scale[1] * silu(z[1])))
 
+    window_at, step = head_of.window, 8 * threads
+
+    @device
+    def keep(base, t0, t1, t2):
+        """A thread's last inputs, in shared memory: registers are what a state needs."""
+        at = base + window_at + thread_x() * 8
+        store_shared_f32x2(at, t0)
+        store_shared_f32x2(at + step, t1)
+        store_shared_f32x2(at + 2 * step, t2)
+
+    @device
+    def kept(base):
+        at = base + window_at + thread_x() * 8
+        first, second = load_shared_f32x2(at), load_shared_f32x2(at + step)
+        return first, second, load_shared_f32x2(at + 2 * step)
+
+    @device
+    def weights(at, line):
+        """The taps of two channels."""
+        first, second = load_constant_f32x2(at), load_constant_f32x2(at + line)
+        return first, second, load_constant_f32x2(at + 2 * line), load_constant_f32x2(at + 3 * line)
+
     def gated_delta_mixer_step(
         x, gate, a, b, conv_weight, norm_weight, decay_log, dt_bias, slots, targets, begins, ends,
         states, tails, counters, out, key_heads, value_heads,
@@ -312,10 +332,8 @@ def make_gated_delta_mixer_step(dim: int, rows: Access) -> Any:
         key_head = quotient(head, group)
         slot = load_constant_b32(slots + sequence * 4)
         target = load_constant_b32(targets + sequence * 4)
-        begin, end = (
-            load_constant_b32(begins + sequence * 4),
-            load_constant_b32(ends + sequence * 4),
-        )
+        begin = load_constant_b32(begins + sequence * 4)
+        end = load_constant_b32(ends + sequence * 4)
         within = ((lane >> 2) * piece_rows * dim + warp * 16 + (lane & 3) * 4) * 4
         state_bytes = dim * dim * 4
         source = states + (i64(slot) * value_heads + head) * state_bytes
@@ -329,26 +347,31 @@ def make_gated_delta_mixer_step(dim: int, rows: Access) -> Any:
             first = i32((2 * key_heads + head) * dim)
         channel = i64(first + (element & (dim - 1)))
         line = i64(2 * key_heads + value_heads) * (dim * 4)
-        at = conv_weight + channel * 4
-        w0, w1 = load_constant_f32x2(at), load_constant_f32x2(at + line)
-        w2, w3 = load_constant_f32x2(at + 2 * line), load_constant_f32x2(at + 3 * line)
         wait_prerequisites()
         if begin >= end:
             return
         tail = tails + i64(slot) * 3 * line + channel * 4
         t0, t1, t2 = load_f32x2(tail), load_f32x2(tail + line), load_f32x2(tail + 2 * line)
         state = load_state(source + within)
-        inputs = x + channel * item
+        keep(base, t0, t1, t2)
+        inputs, arrived = x + channel * item, i32(0)
+        counter = counters + i64(sequence * key_heads + key_head) * 4
         row = i32(begin)
         while row < end:
             count = i32(min(ROWS, end - row))
+            taps = weights(conv_weight + channel * 4, line)
+            t0, t1, t2 = kept(base)
             for j in range(count):
                 new = load(inputs + (row + j) * x_stride)
-                pair = convolution(t0, t1, t2, new, (w0, w1, w2, w3), (f32(0), f32(0)))
+                pair = convolution(t0, t1, t2, new, taps, (f32(0), f32(0)))
                 if part < 3:
                     store_shared_f32x2(base + place(element, j), pair)
                 t0, t1, t2 = t1, t2, new
+            keep(base, t0, t1, t2)
             sync_threads()
+            # All of the block have used what they read of the tail: nothing is left to order.
+            if row == begin and target >= 0 and thread_x() == 0:
+                arrived = atomic_add_b32(counter, 1)
             for j in range(warp, count, warps):
                 at = (row + j) * ab_stride + head * item
                 measure(base, j, load_gate(a + at)[0], load_gate(b + at)[0], rate, bias)
@@ -364,18 +387,15 @@ def make_gated_delta_mixer_step(dim: int, rows: Access) -> Any:
         if target < 0:
             return
         store_state(states + (i64(target) * value_heads + head) * state_bytes + within, state)
-        if thread_x() == 0:  # every thread of this block has read its part of the tail
-            fence_device()
-            counter = counters + i64(sequence * key_heads + key_head) * 4
-            arrived = atomic_add_b32(counter, 1)
-            if arrived == group - 1:
-                fence_device()
-                store_b32(counter, 0)
+        if thread_x() == 0:
             store_shared_b32(base + arrivals_at, arrived)
+            if arrived == group - 1:
+                store_b32(counter, 0)
         sync_threads()
         is_last = load_shared_b32(base + arrivals_at) == group - 1
         if part == 2 or (part < 2 and is_last):
             tail = tails + i64(target) * 3 * line + channel * 4
+            t0, t1, t2 = kept(base)
             store_f32x2(tail, t0)
             store_f32x2(tail + line, t1)
             store_f32x2(tail + 2 * line, t2)

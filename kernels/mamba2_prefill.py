@@ -13,7 +13,7 @@ from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.chunk_pass import (
-    STAGES,
+    PASSES,
     ChunkPass,
     load_columns,
     load_rows,
@@ -36,24 +36,22 @@ from atlas_kernels.ptx_warp import block_x, lane_id, shuffle_b32, sync_threads, 
 from atlas_kernels.registry import kernel
 
 HEAD_DIM = 64
-VARIANTS = {
-    f"{name}_c{columns}": (size, columns) for name, size in SIZES.items() for columns in (16, 32)
-}
+VARIANTS = {f"{name}_{form}": (SIZES[name], *PASSES[form]) for name in SIZES for form in PASSES}
 
 
-def layout(size: int, columns: int) -> ChunkPass:
+def layout(size: int, columns: int, stages: int) -> ChunkPass:
     """A stage holds c and b."""
-    return ChunkPass(size, HEAD_DIM, columns, 2)
+    return ChunkPass(size, HEAD_DIM, columns, stages, 2)
 
 
 @kernel(
     "mamba2_prefill",
     args="ptr " * 12 + "i32 i32 i64 i64",
-    threads=lambda size, columns: layout(size, columns).threads,
-    shared=lambda size, columns: layout(size, columns).shared_bytes,
+    threads=lambda *sizes: layout(*sizes).threads,
+    shared=lambda *sizes: layout(*sizes).shared_bytes,
     variants=VARIANTS,
 )
-def make_mamba2_prefill(size: int, columns: int) -> Any:
+def make_mamba2_prefill(size: int, columns: int, stages: int) -> Any:
     """Grid (N · H · P / columns), P = ``HEAD_DIM``, a state of N = ``size``.
 
     ``q`` … ``logs`` as ``mamba2_chunk`` wrote them, ``x`` [T, H, P] float32 and ``d`` float32 [H];
@@ -61,7 +59,7 @@ def make_mamba2_prefill(size: int, columns: int) -> Any:
     ``cu_chunks[n]`` … ``cu_chunks[n + 1]`` − 1; its state is at ``slots[n]`` of ``states`` float32
     [S, H, P, N], updated. ``out`` [T, H, P] float32. Strides in bytes.
     """
-    at = layout(size, columns)
+    at, lookahead = layout(size, columns, stages), stages - 1
     pitch, narrow, stage, tiles = at.pitch, at.narrow, at.stage, at.tiles
     k_at, p_at, u_at, logs_at = at.k, at.p, at.u, at.logs
     state_at, last_at, p_pitch = at.state, at.last, at.p_pitch
@@ -70,7 +68,7 @@ def make_mamba2_prefill(size: int, columns: int) -> Any:
     read = read_state(size, pitch, narrow, 1)
     add, weigh = add_rows(tiles, pitch, narrow), weigh_rows(p_pitch, narrow)
     nothing, scale_state = tile_fill(8, 0.0), vector_scale(8 * tiles)
-    plus, times, arrived = vector_add(8), vector_scale(8), copy_wait(STAGES - 2)
+    plus, times, arrived = vector_add(8), vector_scale(8), copy_wait(max(0, lookahead - 1))
     next_tile = (tiles - 1) * 16
     line = size * 4
 
@@ -99,7 +97,7 @@ def make_mamba2_prefill(size: int, columns: int) -> Any:
         base, lane, warp = dynamic_shared(), lane_id(), shuffle_b32(thread_x() >> 5, 0)
         strip, row = (warp >> 2) * 16, (warp & 3) * 16
         u += column * 2
-        for ahead in range(STAGES - 1):
+        for ahead in range(lookahead):
             if chunk + ahead < end:
                 place = (i64(chunk + ahead) * heads + head) * CHUNK
                 key_place = (i64(chunk + ahead) * groups + group) * CHUNK
@@ -128,15 +126,19 @@ def make_mamba2_prefill(size: int, columns: int) -> Any:
         log_at = logs_at + (row + (lane >> 2)) * 4
         number = i32(0)
         while chunk < end:
-            arrived()
-            sync_threads()  # the chunk is there, and nobody reads the one before it any more
-            ahead = chunk + (STAGES - 1)
+            if lookahead > 0:
+                arrived()
+            sync_threads()  # nobody reads the chunk before this one any more
+            ahead = chunk + lookahead
             if ahead < end:
-                free = number - 1 if number > 0 else STAGES - 1
+                free = number - 1 if number > 0 else lookahead
                 place = (i64(ahead) * heads + head) * CHUNK
                 key_place = (i64(ahead) * groups + group) * CHUNK
                 fetch(base + free * stage, q, k, u, p, logs, key_place, place)
             copy_commit()
+            if lookahead == 0:
+                arrived()
+                sync_threads()
             here = base + number * stage
             first_row = i64(load_b32(chunk_rows + i64(chunk) * 4) + row + (lane >> 2))
             values = load_rows(x + first_row * x_stride + channel * 4, x_stride)
@@ -159,7 +161,7 @@ def make_mamba2_prefill(size: int, columns: int) -> Any:
             put(kept, first_tile(state), f32(1), f32(1))
             put(kept + next_tile * narrow, last_tile(state), f32(1), f32(1))
             chunk = i32(chunk + 1)
-            number = i32(number + 1 if number < STAGES - 1 else 0)
+            number = i32(number + 1 if number < lookahead else 0)
         store_columns(state_place, line, first_tile(state))
         store_columns(last_place, line, last_tile(state))
 

@@ -188,7 +188,7 @@ class MambaLayer:
         self.bench.run(f"mamba2_step_n{self.size}_bf16", grid, [*args, *self.BOUNDS])
         return out
 
-    def prefill(self, chunks: list[list[int]], out: Buffer, columns: int = 16) -> None:
+    def prefill(self, chunks: list[list[int]], out: Buffer, form: str = "c16") -> None:
         """Prefill some chunks of each sequence: ``chunks[n]`` are numbers of chunks of its rows."""
         bench, rows, heads, groups, size = (
             self.bench, self.rows, self.heads, self.groups, self.size,
@@ -206,9 +206,9 @@ class MambaLayer:
         cu_chunks = bench.put_ints(np.cumsum([0, *map(len, chunks)]))
         args = [*addresses, self.input.address, skip, chunk_rows, cu_chunks]
         args += [bench.put_ints(rows.slots), self.states.address, out.address, heads, groups]
-        grid = (len(chunks) * heads * (64 // columns), 1)
+        grid = (len(chunks) * heads * (64 // int(form[1:3])), 1)
         args += [self.input.stride, out.stride]
-        bench.run(f"mamba2_prefill_n{size}_c{columns}", grid, args)
+        bench.run(f"mamba2_prefill_n{size}_{form}", grid, args)
 
     def defined(self) -> tuple[np.ndarray, np.ndarray]:
         """The op: out and state."""
@@ -223,7 +223,7 @@ class MambaLayer:
 
 
 def delta_chunks(
-    layer: DeltaLayer, qkv: Buffer, chunks: list[list[int]], out: Buffer, columns: int = 16
+    layer: DeltaLayer, qkv: Buffer, chunks: list[list[int]], out: Buffer, form: str = "c16"
 ) -> None:
     """Prefill some chunks of each sequence: ``chunks[n]`` are numbers of chunks of its rows."""
     bench, rows, dim = layer.bench, layer.rows, layer.dim
@@ -240,5 +240,5 @@ def delta_chunks(
     cu_chunks = bench.put_ints(np.cumsum([0, *map(len, chunks)]))
     args = [*work, chunk_rows, cu_chunks, bench.put_ints(rows.slots), layer.states.address]
     args += [out.address, keys, values, out.stride]
-    grid = (len(chunks) * values * (dim // columns), 1)
-    bench.run(f"gated_delta_prefill_d{dim}_c{columns}", grid, args)
+    grid = (len(chunks) * values * (dim // int(form[1:3])), 1)
+    bench.run(f"gated_delta_prefill_d{dim}_{form}", grid, args)

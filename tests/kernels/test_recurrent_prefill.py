@@ -18,20 +18,20 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "type", "columns", "lengths"),
+    ("sizes", "type", "form", "lengths"),
     [
-        ((1, 2, 64), "bf16", 16, [128, 64]),
-        ((1, 1, 64), "f32", 32, [64]),
-        ((1, 1, 128), "bf16", 32, [64]),
+        ((1, 2, 64), "bf16", "c16", [128, 64]),
+        ((1, 1, 64), "f32", "c32", [64]),
+        ((1, 1, 128), "bf16", "c32", [64]),
     ],
 )
 def test_gated_delta(
-    bench: Bench, sizes: tuple[int, int, int], type: str, columns: int, lengths: list[int]
+    bench: Bench, sizes: tuple[int, int, int], type: str, form: str, lengths: list[int]
 ) -> None:
     layer = DeltaLayer(bench, Rows(bench, lengths), *sizes, type)
     _, want, _, state, _ = layer.defined()
     out = bench.empty(want.shape, "f32", pad=4)
-    delta_chunks(layer, layer.convolve(), [list(range(n // 64)) for n in lengths], out, columns)
+    delta_chunks(layer, layer.convolve(), [list(range(n // 64)) for n in lengths], out, form)
     assert error(bench.get(out), want) < ERROR
     got = bench.get(layer.states)
     used = layer.rows.slots
@@ -41,28 +41,27 @@ def test_gated_delta(
 
 
 def test_chunks_in_two_launches_have_the_bits_of_one(bench: Bench) -> None:
+    """With other stages, too."""
     layer = DeltaLayer(bench, Rows(bench, [192, 64]), 1, 1, 64, "bf16")
     qkv, shape = layer.convolve(), (256, 1, 64)
     whole, cut = bench.empty(shape, "f32"), bench.empty(shape, "f32")
     delta_chunks(layer, qkv, [[0, 1, 2], [0]], whole)
     state = bench.get(layer.states)
     layer.restart()
-    delta_chunks(layer, qkv, [[0], [0]], cut)
-    delta_chunks(layer, qkv, [[1, 2], []], cut)
+    delta_chunks(layer, qkv, [[0], [0]], cut, "c16_s1")
+    delta_chunks(layer, qkv, [[1, 2], []], cut, "c16_s2")
     np.testing.assert_array_equal(bench.get(cut), bench.get(whole))
     np.testing.assert_array_equal(bench.get(layer.states), state)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "columns", "lengths"), [((2, 1, 64), 16, [128, 64]), ((1, 1, 128), 32, [64])]
+    ("sizes", "form", "lengths"), [((2, 1, 64), "c16", [128, 64]), ((1, 1, 128), "c32", [64])]
 )
-def test_mamba2(
-    bench: Bench, sizes: tuple[int, int, int], columns: int, lengths: list[int]
-) -> None:
+def test_mamba2(bench: Bench, sizes: tuple[int, int, int], form: str, lengths: list[int]) -> None:
     layer = MambaLayer(bench, Rows(bench, lengths), *sizes)
     want, state = layer.defined()
     out = layer.empty()
-    layer.prefill([list(range(n // 64)) for n in lengths], out, columns)
+    layer.prefill([list(range(n // 64)) for n in lengths], out, form)
     assert error(bench.get(out), want) < ERROR
     got = bench.get(layer.states)
     assert error(got[layer.rows.slots], state[layer.rows.slots]) < ERROR
@@ -74,7 +73,7 @@ def test_mamba2_chunks_in_two_launches_have_the_bits_of_one(bench: Bench) -> Non
     layer.prefill([[0, 1, 2], [0]], whole)
     state = bench.get(layer.states)
     layer.restart()
-    layer.prefill([[0], [0]], cut)
-    layer.prefill([[1, 2], []], cut)
+    layer.prefill([[0], [0]], cut, "c16_s1")
+    layer.prefill([[1, 2], []], cut, "c16_s2")
     np.testing.assert_array_equal(bench.get(cut), bench.get(whole))
     np.testing.assert_array_equal(bench.get(layer.states), state)
