@@ -20,12 +20,14 @@ def sigmoid(x: Float) -> Float:
 def silu(x: Float) -> Float:
     """x / (1 + exp(−x))."""
     with np.errstate(over="ignore"):
-        return x / (np.float32(1) + np.exp(-x))
+        activated: Float = x / (np.float32(1) + np.exp(-x))
+    return activated
 
 
 def softplus(x: Float) -> Float:
     """log(1 + exp(x)), as max(x, 0) + log(1 + exp(−|x|)), which does not overflow."""
-    return np.maximum(x, np.float32(0)) + np.log1p(np.exp(-np.abs(x)))
+    positive: Float = np.maximum(x, np.float32(0)) + np.log1p(np.exp(-np.abs(x)))
+    return positive
 
 
 @op
