@@ -20,7 +20,7 @@ def sigmoid(x: Float) -> Float:
 def silu(x: Float) -> Float:
     """x / (1 + exp(−x))."""
     with np.errstate(over="ignore"):
-        activated: Float = x / (np.float32(1) + np.exp(-x))
+        activated: Float = np.divide(x, np.float32(1) + np.exp(-x))
     return activated
 
 
