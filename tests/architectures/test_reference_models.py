@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -163,6 +164,39 @@ def test_references_notice_a_wrong_option(
     if change == {"rope": None}:
         change = {"rope": replace(config.rope, scaling="none")}
     wrong = plain_decoder.logits(replace(config, **change), weights, prompt)  # type: ignore[arg-type]
+    expected = model.logits(prompt)
+    assert (np.abs(wrong - expected).max(-1) / np.abs(expected).max(-1)).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change"),
+    [
+        ("qwen3_5", "", {"attention_gate": False}),
+        ("qwen3_5", "rope", {"rotary_dim": None}),
+        ("qwen3_5_tied", "rope", {"scaling": "none"}),
+        ("qwen3_5_moe", "moe", {"shared_gate": False}),
+        ("qwen3_5_moe", "moe", {"shared_size": 0}),
+        ("mamba2_bounded", "mamba2", {"dt_min": 0.0}),
+        ("mamba2_bounded", "mamba2", {"dt_max": 100.0}),
+        ("nemotron_h", "mamba2", {"dt_min": 0.0}),
+        ("nemotron_h_moe", "", {"rotary": True}),
+        ("nemotron_h_moe", "moe", {"scoring": "softmax"}),
+        ("nemotron_h_moe", "moe", {"scale": 1.0}),
+        ("nemotron_h_moe", "moe", {"top_groups": 4}),
+        ("nemotron_h_latent", "moe", {"normalize_top_k": True}),
+        ("bamba", "rope", {"rotary_dim": None}),
+    ],
+)
+def test_hybrid_references_notice_a_wrong_option(
+    name: str, part: str, change: dict[str, Any], reference: GetReference
+) -> None:
+    """As above; ``part`` is the section of the configuration that changes."""
+    model = reference(name)
+    prompt = model.prompt(40)
+    with open_checkpoint(model.directory) as checkpoint:
+        config, weights = checkpoint.config, plain_decoder.load_weights(checkpoint)
+    changed = {part: replace(getattr(config, part), **change)} if part else change
+    wrong = plain_decoder.logits(replace(config, **changed), weights, prompt)
     expected = model.logits(prompt)
     assert (np.abs(wrong - expected).max(-1) / np.abs(expected).max(-1)).max() > 1e-2
 
