@@ -140,8 +140,6 @@ class StepLoop:
             if self.scheduler.num_outstanding:
                 self._give_up_step(moved=False)
             self._forget_retired()
-            if self.core.states is not None:
-                self.core.states.snapshots.collect()
         self.num_steps += 1
         self.last_step_end_s = time.perf_counter()
         self.last_step_s = self.last_step_end_s - started

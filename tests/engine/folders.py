@@ -124,10 +124,19 @@ _HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_hybrid(folder: Path, family: str = "qwen3_5", seed: int = 0) -> Path:
-    """A model with recurrent layers, without a tokenizer; its states last for dozens of tokens."""
+def write_hybrid(
+    folder: Path,
+    family: str = "qwen3_5",
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    eos: int = EOS,
+    seed: int = 0,
+    library: Tokenizer | None = None,
+    **tokenizer_config: object,
+) -> Path:
+    """A model with recurrent layers, whose states last for dozens of tokens."""
     folder.mkdir(parents=True, exist_ok=True)
-    mapping = _HYBRIDS[family] | {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS, "bos_token_id": 1}
+    mapping = _HYBRIDS[family] | {"vocab_size": vocab_size, "eos_token_id": eos, "bos_token_id": 1}
     (folder / "config.json").write_text(json.dumps(mapping))
     rng = np.random.default_rng(seed)
     tensors = {}
@@ -143,6 +152,8 @@ def write_hybrid(folder: Path, family: str = "qwen3_5", seed: int = 0) -> Path:
                 values = (0.5 if "conv" in name else 0.15) * values
             tensors[name] = values.astype(np.float32)
     save_file(tensors, folder / "model.safetensors")
+    if library is not None:
+        write_folder(folder, library, **tokenizer_config)
     return folder
 
 

@@ -42,10 +42,14 @@ class SnapshotSlots:
     @property
     def num_used(self) -> int:
         """Slots that hold something."""
+        self.collect()
         return self.num_total - len(self._free)
 
     def collect(self) -> None:
-        """Take back slots whose prefix was evicted. Not while a plan's actions are to be done."""
+        """Take back slots whose prefix was evicted.
+
+        What they hold stays until a slot is taken; nobody does that between a plan and its actions.
+        """
         if self.cache is not None:
             self._free += self.cache.drain_snapshots()
 
