@@ -5,14 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, i32
-from atlas_kernels.ptx_math import pack_bf16, quotient
-from atlas_kernels.ptx_memory import (
-    load_f32x4,
-    load_shared_b32x4,
-    store_b32x2,
-    store_b32x4,
-    store_shared_b32x2,
-)
+from atlas_kernels.ptx_chunk import put_row_words, row_words
+from atlas_kernels.ptx_math import quotient
+from atlas_kernels.ptx_memory import load_shared_b32x4, store_b32x4
 from atlas_kernels.ptx_warp import lane_id, shuffle_f32, sync_warp
 
 THREADS = 128
@@ -36,21 +31,19 @@ def running_sums(first, second):
 
 
 def put_row(dim: int) -> Any:
-    """(shared, target, write, factor, source): a row times a factor, as bf16, by eight lanes.
+    """(shared, target, write, factor, values): a row times a factor, as bf16, by eight lanes.
 
-    To shared memory and, with ``write``, to ``target``. A lane has four elements of every 32.
+    To shared memory and, with ``write``, to ``target``; ``values`` come from ``global_row``.
     """
-    vectors = dim // 32
+    words_of = row_words(dim)
+    to_shared, to_global = put_row_words(dim, "shared"), put_row_words(dim, "global")
 
     @device
-    def put(shared, target, write, factor, source):
-        for i in range(vectors):
-            x = load_f32x4(source + i * 128)
-            first = pack_bf16(x[0] * factor, x[1] * factor)
-            second = pack_bf16(x[2] * factor, x[3] * factor)
-            store_shared_b32x2(shared + i * 64, (first, second))
-            if write:
-                store_b32x2(target + i * 64, (first, second))
+    def put(shared, target, write, factor, values):
+        words = words_of(values, factor)
+        to_shared(i32(shared), words)
+        if write:
+            to_global(target, words)
 
     return put
 

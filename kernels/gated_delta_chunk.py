@@ -33,18 +33,18 @@ from atlas_kernels.ptx_chunk import (
     scaled_words,
     store_column,
 )
-from atlas_kernels.ptx_math import fast_exp2, fast_rsqrt, fma, quotient
+from atlas_kernels.ptx_math import fast_exp2, fast_rsqrt, fma, quotient, vector_add_squares
 from atlas_kernels.ptx_memory import (
     dynamic_shared,
     load_b32,
     load_constant_f32,
-    load_f32x4,
     load_shared_f32,
     load_shared_f32x4,
     store_f32x2,
     store_shared_f32x2,
     store_shared_f32x4,
 )
+from atlas_kernels.ptx_state import global_row
 from atlas_kernels.ptx_tile import tile_fill, tile_scores, tile_store, tile_store_bf16, tile_values
 from atlas_kernels.ptx_warp import (
     block_x,
@@ -90,7 +90,6 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
     matrix_at = 3 * CHUNK * pitch
     logs_at = matrix_at + CHUNK * MATRIX_PITCH
     beta_at, write_at = logs_at + CHUNK * 4, logs_at + CHUNK * 8
-    vectors = dim // 32  # of four elements, that a lane has of a row: eight lanes share one
     load_gate, item = access(type, 1).load, access(type, 1).item_bytes
 
     scores_of, values_of = tile_scores(dim, CHUNK, 1, pitch), tile_values(dim, CHUNK, 1, pitch)
@@ -99,6 +98,7 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
     store_p, store_rows = tile_store_bf16(CHUNK, 1, pitch), tile_store_bf16(dim, 1, pitch)
     invert, put_column = invert_column(HALF, MATRIX_PITCH), store_column(HALF, MATRIX_PITCH)
     words, no_values = scaled_words(MATRIX_PITCH), tile_fill(dim // 2, 0.0)
+    row_of, add_squares = global_row(dim), vector_add_squares(dim // 8)
     put, copy_p, copy_rows = put_row(dim), copy_out(2 * CHUNK, pitch), copy_out(2 * dim, pitch)
     scale = f32(dim**-0.5)
 
@@ -119,13 +119,9 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
         store_f32x2(logs + lane * 8, (low, high))
 
     @device
-    def row_factor(source):
+    def row_factor(values):
         """1 / √(Σ x² + eps) of a row, by eight lanes."""
-        total = f32(0)
-        for i in range(vectors):
-            x = load_f32x4(source + i * 128)
-            total = fma(x[1], x[1], fma(x[0], x[0], total))
-            total = fma(x[3], x[3], fma(x[2], x[2], total))
+        total = add_squares(f32(0), values)
         total = total + shuffle_xor_f32(total, 1)
         total = total + shuffle_xor_f32(total, 2)
         return fast_rsqrt(total + shuffle_xor_f32(total, 4) + f32(NORM_EPS))
@@ -173,11 +169,11 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
             keys = source + key_heads * (dim * 4)
             at = (row + i) * (dim * 2) + column * 2
             shared = base + (row + i) * pitch + column * 2
-            factor = row_factor(source) * scale
-            put(shared, q_out + key_place + at, is_first, factor, source)
-            put(shared + k_at, k_out + key_place + at, is_first, row_factor(keys), keys)
-            values = source + ((2 * key_heads + head - key_head) * dim) * 4
-            put(shared + v_at, q_out, False, f32(1), values)
+            values = source + (2 * key_heads + head - key_head) * (dim * 4)
+            q, k, v = row_of(source), row_of(keys), row_of(values)  # asked for together
+            put(shared, q_out + key_place + at, is_first, row_factor(q) * scale, q)
+            put(shared + k_at, k_out + key_place + at, is_first, row_factor(k), k)
+            put(shared + v_at, q_out, False, f32(1), v)
         sync_threads()
 
         own = base + warp * 16 * pitch  # the warp's rows of q: room for what goes out

@@ -34,6 +34,7 @@ from atlas_kernels.ptx_memory import (
     store_f32x2,
     store_shared_f32x2,
 )
+from atlas_kernels.ptx_state import global_row
 from atlas_kernels.ptx_tile import tile_scores, tile_store_bf16
 from atlas_kernels.ptx_warp import (
     block_x,
@@ -78,11 +79,8 @@ def make_mamba2_chunk(size: int, type: str) -> Any:
     steps_at = logs_at + CHUNK * 4
     load_time, item = access(type, 1).load, access(type, 1).item_bytes
     scores_of, to_diagonal = tile_scores(size, CHUNK, 1, pitch), decay_pairs(False)
-    store_p, copy_p, put = (
-        tile_store_bf16(CHUNK, 1, pitch),
-        copy_out(2 * CHUNK, pitch),
-        put_row(size),
-    )
+    store_p, copy_p = tile_store_bf16(CHUNK, 1, pitch), copy_out(2 * CHUNK, pitch)
+    row_of, put = global_row(size), put_row(size)
 
     @device
     def gates(base, dt, first_row, decay_log, bias, stride, bounds, logs):
@@ -122,8 +120,9 @@ def make_mamba2_chunk(size: int, type: str) -> Any:
             source = (first_row + row + i) * stride + (group * size + column) * 4
             at = key_place + (row + i) * (size * 2) + column * 2
             shared = base + (row + i) * pitch + column * 2
-            put(shared, q_out + at, is_first, f32(1), c + source)
-            put(shared + k_at, k_out + at, is_first, f32(1), b + source)
+            reads, keys = row_of(c + source), row_of(b + source)
+            put(shared, q_out + at, is_first, f32(1), reads)
+            put(shared + k_at, k_out + at, is_first, f32(1), keys)
         sync_threads()
 
         for i in range(thread_x(), CHUNK * (dim >> 2), THREADS):

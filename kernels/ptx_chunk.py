@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from atlas_kernels._cuda import f32, i32, types
+from atlas_kernels._cuda import f32, i32, i64, types
 from atlas_kernels.ptx import typed_intrinsic
 from atlas_kernels.ptx_tile import ldmatrix, members, mma, pack
 from llvmlite import ir
@@ -89,6 +89,37 @@ def scaled_words(pitch: int) -> Any:
         return context.make_tuple(builder, words, packed)
 
     return typed_intrinsic(words(i32, i32), codegen)
+
+
+@cache
+def row_words(dim: int) -> Any:
+    """(values, factor) → a lane's share of a row (``global_row``) times a factor, as bf16 pairs."""
+    values, words = _floats(dim // 8), types.UniTuple(i32, dim // 16)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        scaled = [builder.fmul(value, args[1]) for value in members(builder, args[0], dim // 8)]
+        packed = [pack(builder, *scaled[i : i + 2]) for i in range(0, len(scaled), 2)]
+        return context.make_tuple(builder, words, packed)
+
+    return typed_intrinsic(words(values, f32), codegen)
+
+
+@cache
+def put_row_words(dim: int, space: str) -> Any:
+    """(address, words): the share of a row to where it lies in bf16, "global" or "shared"."""
+    words, address = types.UniTuple(i32, dim // 16), i64 if space == "global" else i32
+    letter = "l" if space == "global" else "r"
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        flat = members(builder, args[1], dim // 16)
+        kind = ir.FunctionType(ir.VoidType(), [args[0].type, _INT, _INT])
+        for i in range(0, len(flat), 2):
+            text = f"st.{space}.v2.b32 [$0+{32 * i}], {{$1, $2}};"
+            assembly = ir.InlineAsm(kind, text, f"{letter},r,r,~{{memory}}", side_effect=True)
+            builder.call(assembly, [args[0], flat[i], flat[i + 1]])
+        return context.get_dummy_value()
+
+    return typed_intrinsic(types.void(address, words), codegen)
 
 
 @cache

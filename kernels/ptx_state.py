@@ -81,6 +81,15 @@ def global_vector(count: int) -> Any:
 
 
 @cache
+def global_row(dim: int) -> Any:
+    """(address) → a lane's share of a row of ``dim`` float32 that eight lanes read together.
+
+    Four elements of every 32; the address is that of the lane's first.
+    """
+    return _load("ld.global", i64, dim // 32, 4, 128)
+
+
+@cache
 def state_store(rows: int, columns: int, row_bytes: int) -> Any:
     """(address, piece)."""
     piece, width = _floats(rows * columns), min(columns, 4)
