@@ -22,7 +22,7 @@ ARCHS ?= sm_80 sm_90a sm_100 sm_120
 # Suites of the engine's surface that run on a GPU as they do on the CPU.
 GPU_SUITES := tests/engine tests/composition tests/capi tests/serving
 
-.PHONY: demo test check lint bench contract kernels-all gpu clean
+.PHONY: demo test check lint bench contract long kernels-all gpu clean
 
 # An editable install (that of `make test`) serves the demo as well; it is not replaced.
 demo: $(or $(wildcard $(VENV)/.editable),$(VENV)/.installed)
@@ -57,6 +57,9 @@ kernels-all: $(VENV)/.cuda
 gpu: $(VENV)/.cuda
 	ATLAS_DEVICE=cuda $(BIN)/python -m pytest -m gpu $(ARGS)
 	ATLAS_DEVICE=cuda $(BIN)/python -m pytest $(GPU_SUITES) $(ARGS)
+# State and logits of hybrids after 32,768 tokens.
+long: $(VENV)/.editable
+	$(BIN)/python -m pytest -m slow tests/model/test_long_context.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

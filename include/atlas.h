@@ -340,8 +340,16 @@ ATLAS_API atlas_status atlas_sequence_get_tokens(atlas_sequence *sequence, int32
 ATLAS_API atlas_status atlas_sequence_reserve(atlas_sequence *sequence, size_t num_positions);
 
 /* Drop the positions from `new_len` on.  ATLAS_ERROR_SEQUENCE_STATE: a verify is pending, or the
- * model has recurrent state that does not stand there. */
+ * model has recurrent state that does not stand there: restore a snapshot first. */
 ATLAS_API atlas_status atlas_sequence_rewind(atlas_sequence *sequence, size_t new_len);
+
+/* Recurrent state ("recurrent" in atlas_engine_has) is not undone by dropping positions.  Copy it
+ * as it stands into place `ring_slot` of the sequence's ring (0 ... 3), and make it the live state
+ * again; then rewind to the length that it was saved at.  ATLAS_ERROR_CAPABILITY: the model has
+ * none. */
+ATLAS_API atlas_status atlas_sequence_save_snapshot(atlas_sequence *sequence, size_t ring_slot);
+ATLAS_API atlas_status atlas_sequence_restore_snapshot(atlas_sequence *sequence,
+                                                       size_t ring_slot);
 
 /* 0: taken; anything else ends the save with ATLAS_ERROR_CANCELLED. */
 typedef int32_t (*atlas_write_callback)(void *user, const void *bytes, size_t num_bytes);

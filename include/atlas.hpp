@@ -155,6 +155,12 @@ public:
     }
     void accept(std::size_t rows_kept) { check(atlas_sequence_accept(native(), rows_kept)); }
     void rewind(std::size_t new_len) { check(atlas_sequence_rewind(native(), new_len)); }
+    void save_snapshot(std::size_t ring_slot) {
+        check(atlas_sequence_save_snapshot(native(), ring_slot));
+    }
+    void restore_snapshot(std::size_t ring_slot) {
+        check(atlas_sequence_restore_snapshot(native(), ring_slot));
+    }
     sequence fork() const {
         sequence twin;
         check(atlas_sequence_fork(native(), twin.out()));

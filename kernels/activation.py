@@ -1,4 +1,4 @@
-"""Elementwise: gated activations, addition, soft capping.
+"""Elementwise: activations and gates, addition, soft capping.
 
 Everything in float32, each operation as in the op's NumPy definition, rounded once at the end.
 Rows are addressed by strides in bytes; a thread takes a vector, the grid is
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from atlas_kernels._cuda import device, f32
+from atlas_kernels.gates import sigmoid
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_math import divide, minimum
 from atlas_kernels.ptx_warp import block_x, block_y, thread_x
@@ -36,6 +37,12 @@ def gelu_tanh_mul(gate, up):
     """gate/2 · (1 + tanh(√(2/π) · (gate + 0.044715 gate³))) · up."""
     inner = _SQRT_2_PI * (gate + _CUBIC * (gate * gate * gate))
     return _HALF * gate * (_ONE + math.tanh(inner)) * up
+
+
+@device
+def _relu_squared(x, same):
+    positive = x if x > f32(0) or x != x else f32(0)  # NaN stays NaN
+    return positive * same
 
 
 def over_pairs(function: Any, width: int) -> Any:
@@ -91,6 +98,72 @@ def make_gelu_tanh_and_mul(rows: Access) -> Any:
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), arXiv 1606.08415.
     """
     return _gated(rows, gelu_tanh_mul)
+
+
+@device
+def _sigmoid_gate(value, gate):
+    return value * sigmoid(gate)
+
+
+@kernel(
+    "sigmoid_gate", args="ptr ptr ptr i32 i64 i64 i64", threads=THREADS, variants=row_variants()
+)
+def make_sigmoid_gate(rows: Access) -> Any:
+    """out = x · σ(gate), [T, D] each; ``out`` may be ``x``.
+
+    Source: Qiu et al., "Gated Attention for Large Language Models" (2025), arXiv 2505.06708.
+    """
+    load, store, item, width = rows.load, rows.store, rows.item_bytes, rows.width
+    apply = over_pairs(_sigmoid_gate, width)
+
+    def sigmoid_gate(x, gate, out, dim, x_stride, gate_stride, out_stride):
+        launch_dependents()
+        wait_prerequisites()
+        at = (block_y() * THREADS + thread_x()) * width
+        if at < dim:
+            value = load(x + block_x() * x_stride + at * item)
+            gates = load(gate + block_x() * gate_stride + at * item)
+            store(out + block_x() * out_stride + at * item, apply(value, gates))
+
+    return sigmoid_gate
+
+
+@kernel("row_gate", args="ptr ptr ptr i32 i64 i64 i64", threads=THREADS, variants=row_variants())
+def make_row_gate(rows: Access) -> Any:
+    """The op ``sigmoid_gate`` with one gate a row: out [T, D] = x · σ(gate [T, 1])."""
+    load, store, item, width = rows.load, rows.store, rows.item_bytes, rows.width
+    load_gate, scale = access(rows.type, 1).load, rows.scale
+
+    def row_gate(x, gate, out, dim, x_stride, gate_stride, out_stride):
+        launch_dependents()
+        wait_prerequisites()
+        at = (block_y() * THREADS + thread_x()) * width
+        if at < dim:
+            factor = sigmoid(load_gate(gate + block_x() * gate_stride)[0])
+            value = load(x + block_x() * x_stride + at * item)
+            store(out + block_x() * out_stride + at * item, scale(value, factor))
+
+    return row_gate
+
+
+@kernel("relu_squared", args="ptr ptr i32 i64 i64", threads=THREADS, variants=row_variants())
+def make_relu_squared(rows: Access) -> Any:
+    """out = max(x, 0)², [T, F]; ``out`` may be ``x``.
+
+    Source: So et al., "Primer" (2021), arXiv 2109.08668.
+    """
+    load, store, item, width = rows.load, rows.store, rows.item_bytes, rows.width
+    apply = over_pairs(_relu_squared, width)
+
+    def relu_squared(x, out, dim, x_stride, out_stride):
+        launch_dependents()
+        wait_prerequisites()
+        at = (block_y() * THREADS + thread_x()) * width
+        if at < dim:
+            value = load(x + block_x() * x_stride + at * item)
+            store(out + block_x() * out_stride + at * item, apply(value, value))
+
+    return relu_squared
 
 
 @kernel("add", args="ptr ptr ptr i32 i64 i64 i64", threads=THREADS, variants=row_variants())

@@ -76,9 +76,11 @@ load_shared_f32 = instruction("f", "r", "ld.shared.f32 $0, [$1];")
 load_shared_f32x2 = instruction("f2", "r", "ld.shared.v2.f32 {$0, $1}, [$2];")
 load_shared_f32x4 = instruction("f4", "r", "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];")
 store_shared_b32 = instruction("", "r r", "st.shared.b32 [$0], $1;")
+store_shared_b32x2 = instruction("", "r r2", "st.shared.v2.b32 [$0], {$1, $2};")
 store_shared_b32x4 = instruction("", "r r4", "st.shared.v4.b32 [$0], {$1, $2, $3, $4};")
 store_shared_b64 = instruction("", "r l", "st.shared.b64 [$0], $1;")
 store_shared_f32 = instruction("", "r f", "st.shared.f32 [$0], $1;")
+store_shared_f32x2 = instruction("", "r f2", "st.shared.v2.f32 [$0], {$1, $2};")
 store_shared_f32x4 = instruction("", "r f4", "st.shared.v4.f32 [$0], {$1, $2, $3, $4};")
 """Shared memory, in the same forms."""
 

@@ -49,7 +49,7 @@ def _maximum(builder: Any, a: Any, b: Any) -> Any:
     return _pure(builder, _FLOAT, "max.f32 $0, $1, $2;", "=f,f,f", a, b)
 
 
-def _pack(builder: Any, first: Any, second: Any) -> Any:
+def pack(builder: Any, first: Any, second: Any) -> Any:
     return _pure(builder, _INT, "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", first, second)
 
 
@@ -60,22 +60,22 @@ def _exchange(builder: Any, value: Any, mask: int) -> Any:
     return builder.call(assembly, [value], attrs=("convergent",))
 
 
-def _mma(builder: Any, c: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
+def mma(builder: Any, c: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
     operands = [*c, *a, *b]
     kind = ir.FunctionType(_FOUR, [operand.type for operand in operands])
     constraints = ",".join(["=f"] * 4 + list("0123") + ["r"] * 6)
     assembly = ir.InlineAsm(kind, _MMA, constraints, side_effect=False)
-    return _members(builder, builder.call(assembly, operands, attrs=("convergent",)), 4)
+    return members(builder, builder.call(assembly, operands, attrs=("convergent",)), 4)
 
 
-def _ldmatrix(builder: Any, address: Any, offset: int, modifier: str) -> list[Any]:
+def ldmatrix(builder: Any, address: Any, offset: int, modifier: str) -> list[Any]:
     text = f"ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];"
     kind = ir.FunctionType(_WORDS, [_INT])
     assembly = ir.InlineAsm(kind, text, "=r,=r,=r,=r,r,~{memory}", side_effect=True)
-    return _members(builder, builder.call(assembly, [address], attrs=("convergent",)), 4)
+    return members(builder, builder.call(assembly, [address], attrs=("convergent",)), 4)
 
 
-def _members(builder: Any, value: Any, count: int) -> list[Any]:
+def members(builder: Any, value: Any, count: int) -> list[Any]:
     return [builder.extract_value(value, i) for i in range(count)]
 
 
@@ -106,13 +106,13 @@ def tile_scores(dim: int, keys: int, tiles: int, pitch: int) -> Any:
         zero = [ir.Constant(_FLOAT, 0.0)] * 4
         sums = [[zero] * (keys // 8) for _ in range(tiles)]
         for step in range(dim // 16):
-            a = [_ldmatrix(builder, q, 16 * tile * pitch + 32 * step, "") for tile in range(tiles)]
+            a = [ldmatrix(builder, q, 16 * tile * pitch + 32 * step, "") for tile in range(tiles)]
             for pair in range(keys // 16):
-                b = _ldmatrix(builder, k, 16 * pair * pitch + 32 * step, "")
+                b = ldmatrix(builder, k, 16 * pair * pitch + 32 * step, "")
                 for tile in range(tiles):
                     row = sums[tile]
-                    row[2 * pair] = _mma(builder, row[2 * pair], a[tile], b[:2])
-                    row[2 * pair + 1] = _mma(builder, row[2 * pair + 1], a[tile], b[2:])
+                    row[2 * pair] = mma(builder, row[2 * pair], a[tile], b[:2])
+                    row[2 * pair + 1] = mma(builder, row[2 * pair + 1], a[tile], b[2:])
         values = [value for row in sums for fragment in row for value in fragment]
         return context.make_tuple(builder, result, values)
 
@@ -129,18 +129,18 @@ def tile_values(dim: int, keys: int, tiles: int, pitch: int) -> Any:
     result, words = _floats(tiles * dim // 2), _ints(tiles * keys // 4)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        flat = _members(builder, args[0], tiles * dim // 2)
+        flat = members(builder, args[0], tiles * dim // 2)
         sums = [flat[4 * i : 4 * i + 4] for i in range(tiles * dim // 8)]
-        p = _members(builder, args[1], tiles * keys // 4)
+        p = members(builder, args[1], tiles * keys // 4)
         for step in range(keys // 16):
             for pair in range(dim // 16):
                 offset = 16 * step * pitch + 32 * pair
-                b = _ldmatrix(builder, args[2], offset, ".trans")
+                b = ldmatrix(builder, args[2], offset, ".trans")
                 for tile in range(tiles):
                     a = p[(tile * keys // 16 + step) * 4 :][:4]
                     at = tile * dim // 8 + 2 * pair
-                    sums[at] = _mma(builder, sums[at], a, b[:2])
-                    sums[at + 1] = _mma(builder, sums[at + 1], a, b[2:])
+                    sums[at] = mma(builder, sums[at], a, b[:2])
+                    sums[at + 1] = mma(builder, sums[at + 1], a, b[2:])
         values = [value for fragment in sums for value in fragment]
         return context.make_tuple(builder, result, values)
 
@@ -157,7 +157,7 @@ def tile_softcap(keys: int, tiles: int) -> Any:
         factor = builder.fmul(args[1], ir.Constant(_FLOAT, 2.885390043258667))  # 2 log2 e
         twice = builder.fmul(args[2], ir.Constant(_FLOAT, -2.0))
         values = []
-        for score in _members(builder, args[0], tiles * keys // 2):
+        for score in members(builder, args[0], tiles * keys // 2):
             power = _exp2(builder, builder.fmul(score, factor))
             share = _reciprocal(builder, builder.fadd(power, one))
             values.append(builder.fma(twice, share, args[2]))
@@ -175,9 +175,9 @@ def tile_mask(keys: int, tiles: int) -> Any:
     scores, rows = _floats(tiles * keys // 2), _ints(2 * tiles)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        first, last = (_members(builder, arg, 2 * tiles) for arg in args[1:3])
+        first, last = (members(builder, arg, 2 * tiles) for arg in args[1:3])
         hidden, values = ir.Constant(_FLOAT, float("-inf")), []
-        for i, score in enumerate(_members(builder, args[0], tiles * keys // 2)):
+        for i, score in enumerate(members(builder, args[0], tiles * keys // 2)):
             row = _row(i, keys)
             column = 8 * (i // 4 % (keys // 8)) + (i & 1)
             key = builder.add(args[3], ir.Constant(_INT, column))
@@ -197,8 +197,8 @@ def tile_maximum(keys: int, tiles: int) -> Any:
     scores, rows = _floats(tiles * keys // 2), _floats(2 * tiles)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        greatest = _members(builder, args[1], 2 * tiles)
-        for i, score in enumerate(_members(builder, args[0], tiles * keys // 2)):
+        greatest = members(builder, args[1], 2 * tiles)
+        for i, score in enumerate(members(builder, args[0], tiles * keys // 2)):
             row = _row(i, keys)
             greatest[row] = _maximum(builder, greatest[row], score)
         for mask in (1, 2):
@@ -236,8 +236,8 @@ def tile_exponentials(keys: int, tiles: int) -> Any:
     result = types.Tuple((scores, rows))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        flat = _members(builder, args[0], tiles * keys // 2)
-        maxima = _members(builder, args[1], 2 * tiles)
+        flat = members(builder, args[0], tiles * keys // 2)
+        maxima = members(builder, args[1], 2 * tiles)
         weights, sums = _weights(builder, flat, maxima, args[2], keys)
         parts = [
             context.make_tuple(builder, scores, weights),
@@ -255,10 +255,10 @@ def tile_weights(keys: int, tiles: int) -> Any:
     result = types.Tuple((words, rows))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        flat = _members(builder, args[0], tiles * keys // 2)
-        maxima = _members(builder, args[1], 2 * tiles)
+        flat = members(builder, args[0], tiles * keys // 2)
+        maxima = members(builder, args[1], 2 * tiles)
         weights, sums = _weights(builder, flat, maxima, args[2], keys)
-        packed = [_pack(builder, weights[i], weights[i + 1]) for i in range(0, len(weights), 2)]
+        packed = [pack(builder, weights[i], weights[i + 1]) for i in range(0, len(weights), 2)]
         parts = [
             context.make_tuple(builder, words, packed),
             context.make_tuple(builder, rows, sums),
@@ -274,7 +274,7 @@ def tile_decay(tiles: int) -> Any:
     rows = _floats(2 * tiles)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        old, new = (_members(builder, arg, 2 * tiles) for arg in args[:2])
+        old, new = (members(builder, arg, 2 * tiles) for arg in args[:2])
         values = [
             _exp2(builder, builder.fmul(builder.fsub(before, after), args[2]))
             for before, after in zip(old, new, strict=True)
@@ -301,10 +301,10 @@ def tile_scale(dim: int, tiles: int) -> Any:
     values, rows = _floats(tiles * dim // 2), _floats(2 * tiles)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        factors = _members(builder, args[1], 2 * tiles)
+        factors = members(builder, args[1], 2 * tiles)
         scaled = [
             builder.fmul(value, factors[_row(i, dim)])
-            for i, value in enumerate(_members(builder, args[0], tiles * dim // 2))
+            for i, value in enumerate(members(builder, args[0], tiles * dim // 2))
         ]
         return context.make_tuple(builder, values, scaled)
 
@@ -317,7 +317,7 @@ def tile_rows_fma(tiles: int) -> Any:
     rows = _floats(2 * tiles)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        a, b, c = (_members(builder, arg, 2 * tiles) for arg in args)
+        a, b, c = (members(builder, arg, 2 * tiles) for arg in args)
         values = [builder.fma(x, y, z) for x, y, z in zip(a, b, c, strict=True)]
         return context.make_tuple(builder, rows, values)
 
@@ -330,7 +330,7 @@ def tile_sum_lanes(tiles: int) -> Any:
     rows = _floats(2 * tiles)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        values = _members(builder, args[0], 2 * tiles)
+        values = members(builder, args[0], 2 * tiles)
         for mask in (1, 2):
             values = [builder.fadd(value, _exchange(builder, value, mask)) for value in values]
         return context.make_tuple(builder, rows, values)
@@ -347,7 +347,7 @@ def tile_store(dim: int, tiles: int, pitch: int) -> Any:
     values = _floats(tiles * dim // 2)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        flat = _members(builder, args[0], tiles * dim // 2)
+        flat = members(builder, args[0], tiles * dim // 2)
         kind = ir.FunctionType(_VOID, [_INT, _FLOAT, _FLOAT])
         for i in range(0, len(flat), 2):
             tile, column = i // (dim // 2), i % (dim // 2) // 4 * 8
@@ -369,14 +369,14 @@ def tile_store_bf16(dim: int, tiles: int, pitch: int) -> Any:
     values = _floats(tiles * dim // 2)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        flat = _members(builder, args[0], tiles * dim // 2)
+        flat = members(builder, args[0], tiles * dim // 2)
         kind = ir.FunctionType(_VOID, [_INT, _INT])
         for i in range(0, len(flat), 2):
             tile, column = i // (dim // 2), i % (dim // 2) // 4 * 8
             offset = (16 * tile + 8 * (i >> 1 & 1)) * pitch + 2 * column
             text = f"st.shared.b32 [$0+{offset}], $1;"
             assembly = ir.InlineAsm(kind, text, "r,r,~{memory}", side_effect=True)
-            builder.call(assembly, [args[1], _pack(builder, flat[i], flat[i + 1])])
+            builder.call(assembly, [args[1], pack(builder, flat[i], flat[i + 1])])
         return context.get_dummy_value()
 
     return typed_intrinsic(types.void(values, i32), codegen)
@@ -388,7 +388,7 @@ def tile_reciprocal(tiles: int) -> Any:
     rows = _floats(2 * tiles)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        values = [_reciprocal(builder, value) for value in _members(builder, args[0], 2 * tiles)]
+        values = [_reciprocal(builder, value) for value in members(builder, args[0], 2 * tiles)]
         return context.make_tuple(builder, rows, values)
 
     return typed_intrinsic(rows(rows), codegen)

@@ -34,9 +34,11 @@ after the other, alone on the model. Each runs
 {samplings}. Every test also proves, from the plans that ran,
 that the features really happened, and that every block came back.
 
-Models (tiny, with random weights, on the CPU): {models}. "Refused" pairs raise
-InvalidArgumentError and leave the request as it was. An empty cell is not tested. Of two features
-that happen while the request runs, both orders are tested.
+Models (tiny, with random weights, on the CPU): {models}; the last two have recurrent layers
+beside attention. "Refused" pairs raise InvalidArgumentError and leave the request as it was. An
+empty cell is not tested. Of two features that happen while the request runs, both orders are
+tested, except that a hybrid restored from a file cannot be rewound behind what the file holds: it
+raises SequenceStateError.
 """
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from atlas.driver import Driver
 from atlas.errors import InvalidArgumentError, SequenceStateError
 from atlas.generation import Generation
@@ -15,15 +13,18 @@ from atlas.sampling import SamplingParams
 from atlas.step_loop import StepLoop
 
 
-def require_running(loop: StepLoop, request: LiveRequest, verb: str) -> int:
-    """Handle of a request with one sample, past its prompt and not preempted.
+def require_running(
+    loop: StepLoop, request: LiveRequest, verb: str, *, caught_up: bool = True
+) -> int:
+    """Handle of a request with one sample that has tokens and is not preempted.
 
     Raises
     ------
     InvalidArgumentError
         ``n`` is more than 1.
     SequenceStateError
-        It waits, its prompt is not done, or it is preempted.
+        It waits, its prompt is not done, or it is preempted; with ``caught_up`` also while tokens
+        run again, after a preemption or a rewind.
     """
     if request.params.n != 1:
         raise InvalidArgumentError(
@@ -35,11 +36,15 @@ def require_running(loop: StepLoop, request: LiveRequest, verb: str) -> int:
         why = "its prompt is not done"
     elif state != "running":
         why = "it is preempted"
-    elif loop.scheduler.sequence(handle).seq_len < len(request.prompt_ids) + request.num_tokens - 1:
-        why = "it was preempted and still runs its tokens again"
+    elif caught_up and _standing(loop, handle) < len(request.prompt_ids) + request.num_tokens - 1:
+        why = "after a preemption or a rewind it still runs its tokens again"
     else:
         return handle
     raise SequenceStateError(f"request {request.request_id!r} cannot {verb} now: {why}")
+
+
+def _standing(loop: StepLoop, handle: int) -> int:
+    return loop.scheduler.sequence(handle).seq_len
 
 
 def fork(
@@ -78,7 +83,7 @@ def fork(
         child.resumed = True
         driver.register(child, public=True)
         try:
-            twin = loop.scheduler.fork(handle, old.last_token, now_us=time.monotonic_ns() // 1000)
+            twin = loop.fork_sequence(handle, old.last_token)
         except BaseException:
             driver.give_up(child)
             raise
@@ -90,7 +95,7 @@ def rewind(driver: Driver, loop: StepLoop, intake: Intake, request_id: str, posi
     """Drop a running request's tokens from ``position`` on; ``Engine.rewind`` documents it."""
     with driver.between_steps():
         request = driver.find(request_id)
-        handle = require_running(loop, request, "rewind")
+        handle = require_running(loop, request, "rewind", caught_up=False)
         old = request.generations[0]
         least = len(request.prompt_ids)
         if isinstance(position, bool) or not isinstance(position, int):
@@ -102,7 +107,7 @@ def rewind(driver: Driver, loop: StepLoop, intake: Intake, request_id: str, posi
             )
         generation: Generation = intake.generation(request.prompt_ids, request.params, 0)
         standing = generation.replay(old.chosen[: position - least])
-        loop.scheduler.rewind(handle, position)
+        loop.rewind_sequence(handle, position)
         request.generations[0] = generation
         driver.drop_events(request_id)
         return standing

@@ -11,9 +11,13 @@ from atlas.model.load import LoadedModel
 
 
 def describe(loaded: LoadedModel, path: str, format_name: str, reason: str) -> dict[str, str]:
-    """Short texts by name: model, file, weights, memory, sequence, device, sampling, state."""
+    """Short texts by name: model, file, weights, memory, sequence, device, sampling, state.
+
+    And ``recurrent`` where layers have a state: what is there for it and in use.
+    """
     core, plan = loaded.core, loaded.plan
     formats = Counter(loaded.formats.values())
+    recurrent = _recurrent(loaded)
     return {
         "model": f"{core.config.architecture}, {core.config.num_layers} layers × "
         f"{core.config.hidden_size}",
@@ -21,6 +25,7 @@ def describe(loaded: LoadedModel, path: str, format_name: str, reason: str) -> d
         "weights": ", ".join(f"{count} × {name}" for name, count in sorted(formats.items())),
         "memory": f"{plan.weights / 2**20:.0f} MiB weights, "
         f"{plan.kv_pool / 2**20:.0f} MiB KV ({loaded.kv_dtype})",
+        **({"recurrent": recurrent} if recurrent else {}),
         "sequence": f"up to {core.limits.max_seq_len} positions",
         "device": f"{core.runtime.words} ({reason})",
         "sampling": "on the device, but for parameters that metrics() counts as host_sampled"
@@ -28,6 +33,18 @@ def describe(loaded: LoadedModel, path: str, format_name: str, reason: str) -> d
         else "on the host",
         "state": _state(core.lifetime),
     }
+
+
+def _recurrent(loaded: LoadedModel) -> str:
+    states = loaded.core.states
+    if states is None:
+        return ""
+    counts, snapshots = states.pools.counts, states.snapshots
+    return (
+        f"{loaded.plan.recurrent / 2**20:.0f} MiB; in use: "
+        f"{counts.running - states.running.num_free} of {counts.running} slots, "
+        f"{snapshots.num_used} of {snapshots.num_total} snapshots"
+    )
 
 
 def _state(lifetime: Lifetime) -> str:

@@ -130,6 +130,7 @@ class Engine:
             max_running=schedule.max_running,
             device=chosen,
             stream=stream,
+            state_snapshots=schedule.state_snapshots,
         )
         _log.info("device %s: %s", chosen, self.device_reason)
         started = time.perf_counter()
@@ -563,7 +564,9 @@ class Engine:
         Raises
         ------
         SequenceStateError, InvalidArgumentError
-            As in :meth:`fork`; or the position is outside.
+            As in :meth:`fork`; or the position is outside. With recurrent layers also where no
+            snapshot of the state is early enough: some are kept before the prompt's end and at
+            the latest block boundaries, while ``state_snapshots`` has room.
         """
         self._require_open()
         return rewind(self._driver, self._loop, self._intake, request_id, position)

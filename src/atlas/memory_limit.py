@@ -32,8 +32,8 @@ def within_limit(checkpoint: Checkpoint, options: LoadOptions, memory_limit: int
     plan = plan_load(checkpoint, options)
     if plan.memory.total <= memory_limit:
         return options
-    rest = memory_limit - plan.memory.weights - plan.memory.buffers
-    num_blocks = rest // (plan.memory.kv_pool // plan.num_blocks)
+    rest = memory_limit - (plan.memory.total - plan.memory.kv_pool)
+    num_blocks = rest // max(1, plan.memory.kv_pool // plan.num_blocks)
     if options.kv_tokens is not None or num_blocks < 1:
         raise plan.memory.refusal(
             f"together {plan.memory.total} bytes, and memory_limit is {memory_limit}"

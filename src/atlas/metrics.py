@@ -12,6 +12,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from atlas._native.prefix_cache import MissReason
+from atlas._native.slot_pool import SlotPool
+from atlas.cache.state_slots import SnapshotSlots
 
 if TYPE_CHECKING:
     from atlas.driver import Driver
@@ -62,8 +64,12 @@ class Metrics:
     kv_blocks_free, kv_blocks_cached, kv_blocks_used : int
         Free; in the prefix cache (a sequence may use them too); held by sequences alone. They add
         up to the pool.
+    state_slots_used, state_slots_total : int
+        Of recurrent states of sequences; 0 of 0 without recurrent layers.
+    snapshots_used, snapshots_total : int
+        Of recurrent states that are kept for later, by the prefix cache and for rewinds.
     spilled_bytes : int
-        KV of preempted sequences in host memory.
+        KV and recurrent state of preempted sequences in host memory.
     prefix_hits, prefix_misses : int, mapping of str to int
         Prompts that found a prefix; and why a lookup did not find more, by reason.
     steps, preemptions : int
@@ -84,6 +90,10 @@ class Metrics:
     kv_blocks_free: int
     kv_blocks_cached: int
     kv_blocks_used: int
+    state_slots_used: int
+    state_slots_total: int
+    snapshots_used: int
+    snapshots_total: int
     spilled_bytes: int
     prefix_hits: int
     prefix_misses: Mapping[str, int]
@@ -157,6 +167,9 @@ class Recorder:
         cache = loop.cache
         cached = 0 if cache is None else cache.num_blocks
         free = core.blocks.num_free
+        states = core.states
+        running = SlotPool(0) if states is None else states.running
+        snapshots = SnapshotSlots(0, 0) if states is None else states.snapshots
         misses = dict.fromkeys(MissReason, 0) if cache is None else cache.misses
         with self._lock:
             return Metrics(
@@ -165,6 +178,10 @@ class Recorder:
                 kv_blocks_free=free,
                 kv_blocks_cached=cached,
                 kv_blocks_used=core.blocks.num_total - free - cached,
+                state_slots_used=running.num_total - running.num_free,
+                state_slots_total=running.num_total,
+                snapshots_used=snapshots.num_used,
+                snapshots_total=snapshots.num_total,
                 spilled_bytes=loop.store.nbytes,
                 prefix_hits=0 if cache is None else cache.hits,
                 prefix_misses=MappingProxyType(
@@ -200,11 +217,15 @@ def openmetrics(metrics: Metrics) -> str:
         "cached": metrics.kv_blocks_cached,
         "used": metrics.kv_blocks_used,
     }
+    slots = _occupancy(metrics.state_slots_used, metrics.state_slots_total)
+    snapshots = _occupancy(metrics.snapshots_used, metrics.snapshots_total)
     families = [
         _gauge("requests_waiting", "Requests that wait for KV blocks.", metrics.waiting),
         _gauge("requests_running", "Sequences that hold KV blocks.", metrics.running),
         _family("kv_blocks", "gauge", "Blocks of the KV cache by state.", _by("state", blocks)),
-        _gauge("kv_spilled_bytes", "KV of preempted sequences.", metrics.spilled_bytes, "bytes"),
+        _family("state_slots", "gauge", "Slots of recurrent state.", _by("state", slots)),
+        _family("state_snapshots", "gauge", "Recurrent states kept.", _by("state", snapshots)),
+        _gauge("kv_spilled_bytes", "State of preempted sequences.", metrics.spilled_bytes, "bytes"),
         _counter("prefix_hits", "Prompts that found a cached prefix.", metrics.prefix_hits),
         _family(
             "prefix_misses",
@@ -252,6 +273,10 @@ def _gauge(name: str, about: str, value: int, unit: str = "") -> str:
 
 def _counter(name: str, about: str, value: int) -> str:
     return _family(name, "counter", about, {"_total": value})
+
+
+def _occupancy(used: int, total: int) -> dict[str, int]:
+    return {"free": total - used, "used": used}
 
 
 def _by(label: str, values: Mapping[str, int], suffix: str = "") -> dict[str, int]:

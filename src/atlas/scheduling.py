@@ -31,6 +31,9 @@ class SchedulingOptions:
         Keep finished prompts' blocks for prompts that begin alike.
     reuse_generated : bool
         Whether blocks made by generated tokens may serve later prompts.
+    state_snapshots : int
+        Of a model with recurrent layers: states kept for prompts that begin alike and for rewinds;
+        each takes as much memory as a running sequence's. 0: every prompt runs whole.
     token_deadline_s : float
         Above 0: no prompt runs while a running sequence's last token is older than 80 % of it.
     aging_s : float
@@ -48,16 +51,20 @@ class SchedulingOptions:
     preemption: str = "requeue"
     prefix_cache: bool = True
     reuse_generated: bool = True
+    state_snapshots: int = 16
     token_deadline_s: float = 0.0
     aging_s: float = 0.0
     feed: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "chunk_tokens", "max_prefills"):
+        least = {"max_running": 1, "chunk_tokens": 1, "max_prefills": 1, "state_snapshots": 0}
+        for name, low in least.items():
             value = getattr(self, name)
             whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-            if not whole or not 1 <= value <= 1024:
-                raise InvalidArgumentError(f"{name} is {value!r}; allowed: an integer, 1 … 1024")
+            if not whole or not low <= value <= 1024:
+                raise InvalidArgumentError(
+                    f"{name} is {value!r}; allowed: an integer, {low} … 1024"
+                )
             object.__setattr__(self, name, int(value))  # NumPy's integers too
         for name in ("token_deadline_s", "aging_s"):
             value = getattr(self, name)

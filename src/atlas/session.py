@@ -42,7 +42,7 @@ from atlas.model.sequence import SequenceState
 from atlas.saved_request import describe_request, restore_request
 from atlas.step_loop import StepLoop
 
-_MAX_SECTIONS = 64 << 20  # bytes beside tokens and KV; log-probabilities are the bulk of it
+_MAX_SECTIONS = 64 << 20  # bytes beside tokens and state; log-probabilities are the bulk of it
 
 PathLike = str | os.PathLike[str]
 Row = LogitsView | NDArray[np.float32]
@@ -115,9 +115,10 @@ class Sessions:
                 native.kv_valid_tokens,
             )
             parts = self._blocks(native.block_table, native.seq_len)
+            state = self._state(self._loop.scheduler.slot(handle))
             sections = {"request": describe_request(request)}
             with _replacing(path) as file:
-                write_sequence(file, header, native.tokens, parts, sections)
+                write_sequence(file, header, native.tokens, parts, sections, state=state)
 
     def save_sequence(self, seq: SequenceState, path: PathLike, logits: Row | None) -> None:
         """Write a sequence driven by hand; ``Engine.save`` documents it."""
@@ -133,6 +134,7 @@ class Sessions:
         with self._driver.exclusive():
             self._core.enter(seq)
             seq.native.check()
+            self._core.require_state(seq)
             header = SequenceHeader(
                 layout.fingerprint,
                 seq.seq_len,
@@ -142,13 +144,17 @@ class Sessions:
             )
             parts = self._blocks(seq.block_table, seq.seq_len)
             with _replacing(path) as file:
-                write_sequence(file, header, seq.tokens, parts, sections)
+                write_sequence(file, header, seq.tokens, parts, sections, state=seq.read_state())
 
     def _blocks(self, table: NDArray[np.uint32], seq_len: int) -> Iterator[Array]:
         """Copies of blocks, layer by layer, K then V; places behind the last token are zero."""
         pools = self._core.pools
         # What another sequence left behind the last token is nobody's business.
         return pools.read(table[: -(-seq_len // pools.block_size)], seq_len % pools.block_size)
+
+    def _state(self, slot: int) -> list[Array]:
+        """A copy of a recurrent state; empty without one."""
+        return [] if self._core.states is None else self._core.states.pools.read(slot)
 
     def restore(
         self, path: PathLike, *, request_id: str | None, priority: int, user: object
@@ -204,7 +210,7 @@ class Sessions:
             except BaseException:
                 self._driver.give_up(request)
                 raise
-            self._loop.store.put(handle, saved.parts)
+            self._loop.store.put(handle, saved.parts, saved.state)
             self._loop.track(request, 0, handle)
         return request
 
@@ -224,6 +230,7 @@ class Sessions:
                 self._core.reserve(seq, saved.header.seq_len)
                 self._core.pools.write(seq.block_table, saved.parts)
                 seq.native.advance(saved.tokens)
+                seq.write_state(saved.state)
             except BaseException:
                 lifecycle.free_sequence(seq)
                 raise
@@ -240,6 +247,7 @@ class Sessions:
         layout = self.layout()
         block_bytes = sum(int(np.prod(shape)) * kind.itemsize for shape, kind in layout.block_parts)
         most = -(-layout.max_seq_len // layout.block_size) * block_bytes
+        most += sum(4 * int(np.prod(shape)) for shape in layout.state_parts)
         most += 4 * layout.max_seq_len + _MAX_SECTIONS
         try:
             with open(path, "rb") as file:

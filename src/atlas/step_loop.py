@@ -39,6 +39,7 @@ from atlas.request import Delta, TokenLogprob
 from atlas.sampler import Sampled, score_token
 from atlas.sampling_table import Draw
 from atlas.scheduling import SchedulingOptions
+from atlas.snapshots import Snapshots
 
 Choice = tuple[Generation, Sampled | AtlasError]
 
@@ -55,6 +56,9 @@ class Flight:
         None until it is launched, and for a plan that only moves blocks.
     error : BaseException, optional
         What broke the launch off.
+    captured : dict, optional
+        By handle, slots with the recurrent states that the step leaves, where a later step may
+        change them before this one is settled.
     drawn : frozenset of int
         Logits rows whose token the device chooses with a request's parameters.
     """
@@ -63,6 +67,7 @@ class Flight:
     lost: dict[int, AtlasError] | None = None
     result: StepResult | None = None
     error: BaseException | None = None
+    captured: dict[int, int] | None = None
     drawn: frozenset[int] = frozenset()
 
 
@@ -84,19 +89,25 @@ class StepLoop:
 
     def __init__(self, core: ModelCore, options: SchedulingOptions, weights: Any) -> None:
         self.core = core
+        states, block_size = core.states, core.pools.block_size
         feed = core.runtime.gains_by_feed if options.feed is None else options.feed
         self.depth = depth = 2 if feed else 1
         self._flights: deque[Flight] = deque()
         self.cache = (
-            PrefixCache(core.blocks, core.pools.block_size) if options.prefix_cache else None
+            PrefixCache(core.blocks, block_size, recurrent=states is not None)
+            if options.prefix_cache
+            else None
         )
         core.prefix_cache = self.cache
         core.reuse_generated = options.reuse_generated
         self.scheduler = Scheduler(
             core.blocks,
-            core.pools.block_size,
+            block_size,
             cache=self.cache,
             depth=depth,
+            slots=None if states is None else states.running,
+            tail_unit=0 if states is None else block_size,
+            compact_slots=False,  # kernels look slots up; a move would copy a state for nothing
             max_running=options.max_running,
             max_step_tokens=core.limits.max_rows,
             max_logits_rows=core.limits.logits_rows,
@@ -108,7 +119,11 @@ class StepLoop:
             aging_us=int(options.aging_s * 1e6),
             rungs=PADDED_BATCH_SIZES,
         )
-        self.store = HostStore(core.pools)
+        self.store = HostStore(core.pools, None if states is None else states.pools)
+        self.snapshots: Snapshots | None = None
+        if states is not None:
+            states.snapshots.cache = self.cache
+            self.snapshots = Snapshots(states, self.scheduler, self.cache, block_size)
         self.num_steps = 0
         self.last_step_s = 0.0
         self.last_step_end_s = 0.0  # of the process's clock
@@ -224,6 +239,8 @@ class StepLoop:
     def _launch(self, flight: Flight, before: StepResult | None) -> None:
         plan = flight.plan
         flight.lost = self.store.perform(plan)
+        if self.snapshots is not None:
+            self.snapshots.begin(plan)
         if plan.num_seqs:
             draws = self._draws(plan) if self.core.runtime.samples else []
             flight.drawn = frozenset(draw.logits_row for draw in draws)
@@ -234,6 +251,8 @@ class StepLoop:
                 draws=draws,
                 before=before,
             )
+        if self.snapshots is not None and self.depth > 1:
+            flight.captured = self.snapshots.capture(plan)
 
     def _settle_oldest(self) -> None:
         """Choose, keep and give out the tokens of the oldest step under way."""
@@ -243,6 +262,8 @@ class StepLoop:
         finally:
             if self.scheduler.num_outstanding == len(self._flights):
                 self._give_up_step(flight, moved=flight.lost is not None)
+            if self.snapshots is not None:
+                self.snapshots.release(flight.captured)
             self._flights.popleft()
 
     def _carry_out(self, flight: Flight) -> None:
@@ -256,8 +277,10 @@ class StepLoop:
                 why = AtlasError(f"interrupted while its blocks moved: {error!r}")
                 lost = dict.fromkeys(plan.actions["handle"].tolist(), why)
             self._abandon(plan, error)
-            if not isinstance(error, AtlasError) and error is not flight.error:
-                raise
+            if not isinstance(error, AtlasError):
+                self._go_back(error)
+                if error is not flight.error:
+                    raise
         else:
             with interrupts_deferred():
                 self._keep_all(flight, choices)
@@ -276,6 +299,25 @@ class StepLoop:
         if isinstance(error, AtlasError):
             for handle in plan.entries["handle"].tolist():
                 self._end(handle, error)
+
+    def _go_back(self, error: BaseException) -> None:
+        """The oldest step counts for nothing, and so do those that were launched behind it.
+
+        Recurrent states may have absorbed their rows: each goes back to a snapshot, or is lost.
+        """
+        undone = self._flights[0].plan.entries["handle"].tolist()
+        for later in list(self._flights)[1:]:
+            undone += later.plan.entries["handle"].tolist()
+            self._abandon(later.plan, error)
+            if self.snapshots is not None:
+                self.snapshots.release(later.captured)
+        while len(self._flights) > 1:
+            self._flights.pop()
+        for handle in dict.fromkeys(undone):
+            if self.snapshots is None or handle not in self._by_handle:
+                continue
+            if not self.snapshots.rebuild(handle):
+                self._lose(handle, AtlasError(f"its state cannot be rebuilt after {error!r}"))
 
     def _give_up_step(self, flight: Flight, *, moved: bool) -> None:
         """Commit nothing of a step that broke off where no token may be taken back.
@@ -369,6 +411,8 @@ class StepLoop:
                 self.track(request, going[0].index, handle)
             forks += [(handle, request, generation) for generation in going[1:]]
         self.scheduler.commit(plan.step_id, tokens, None, ends, now_us=_now_us())
+        if self.snapshots is not None:
+            self.snapshots.follow(plan, flight.captured)
         for handle, request, generation in forks:
             self._fork(handle, request, generation)
         for handle, end in zip(plan.entries["handle"].tolist(), ends.tolist(), strict=True):
@@ -491,17 +535,31 @@ class StepLoop:
     def _fork(self, handle: int, request: LiveRequest, generation: Generation) -> None:
         """Give a sample a sequence of its own, which shares the prompt's blocks."""
         try:
-            fork = self.scheduler.fork(handle, generation.last_token, now_us=_now_us())
+            fork = self.fork_sequence(handle, generation.last_token)
         except AtlasError as error:
             request.report(generation.index, generation.fail(error))
         else:
             self.track(request, generation.index, fork)
 
+    def fork_sequence(self, handle: int, token: int) -> int:
+        """A second sequence that stands where ``handle`` does, with ``token`` last: its handle."""
+        twin = self.scheduler.fork(handle, token, now_us=_now_us())
+        if self.snapshots is not None:
+            self.snapshots.fork(handle, twin)
+        return twin
+
+    def rewind_sequence(self, handle: int, position: int) -> None:
+        """Drop a sequence's tokens from ``position`` on; the next one is made anew."""
+        if self.snapshots is None:
+            self.scheduler.rewind(handle, position)
+        else:
+            self.snapshots.rewind(handle, position)
+
     # -- ends ---------------------------------------------------------------------------------
 
     def _report_refused(self, plan: Plan) -> None:
         for handle, _ in plan.refused:
-            self._end(handle, KvExhausted("the KV pool cannot hold this request beside the others"))
+            self._end(handle, KvExhausted("the pools cannot hold this request beside the others"))
 
     def _lose(self, handle: int, error: AtlasError) -> None:
         """End a request whose state is gone, wherever the scheduler has it."""
@@ -512,6 +570,8 @@ class StepLoop:
     def _forget_retired(self) -> None:
         for handle in self.scheduler.take_retired():
             self.store.forget(handle)
+            if self.snapshots is not None:
+                self.snapshots.end(handle)
 
     def _end(self, handle: int, error: AtlasError) -> None:
         """A request whose sequence the scheduler gave up."""
@@ -534,10 +594,12 @@ class StepLoop:
             self.cancel(request, error)
         while self._flights:
             self._abandon(self._flights[0].plan, error)
+            if self.snapshots is not None:
+                self.snapshots.release(self._flights[0].captured)
             self._flights.popleft()
         self._forget_retired()
         self.scheduler.close()
-        del self.store, self.cache  # they hold the pools
+        del self.store, self.cache, self.snapshots  # they hold the pools
 
 
 def _now_us() -> int:

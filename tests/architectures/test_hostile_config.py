@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atlas.architectures import config_from_gguf, config_from_huggingface
+from atlas.architectures import config_from_gguf, config_from_huggingface, expected_weights
 from atlas.errors import ModelFileError
 from atlas.layers.rope import rope_table
-from tests.helpers.real_configs import LLAMA_3_1_8B, REAL
+from tests.helpers.real_configs import LLAMA_3_1_8B, REAL, REAL_HYBRIDS
 from tests.helpers.real_metadata import METADATA, tensors_for
 
 JSON = st.recursive(
@@ -22,7 +22,7 @@ JSON = st.recursive(
     | st.floats()
     | st.integers(-2, 8)
     | st.text(max_size=8)
-    | st.sampled_from(["default", "yarn", "llama3", "linear", "silu", "full_attention"]),
+    | st.sampled_from(["default", "yarn", "llama3", "linear", "silu", "full_attention", "M-*E"]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=6,
 )
@@ -37,7 +37,8 @@ ROPE_KEYS = [
 @given(data=st.data())
 def test_any_option_may_be_anything(data: st.DataObject) -> None:
     """A config read from hostile JSON is a ModelConfig or a typed error, never another one."""
-    base = REAL[data.draw(st.sampled_from(sorted(REAL)))]
+    real = REAL | REAL_HYBRIDS
+    base = real[data.draw(st.sampled_from(sorted(real)))]
     keys = data.draw(st.lists(st.sampled_from(sorted(base)), max_size=3, unique=True))
     changes: dict[str, Any] = {key: data.draw(JSON | st.just(...)) for key in keys}
     if data.draw(st.booleans()):
@@ -45,6 +46,9 @@ def test_any_option_may_be_anything(data: st.DataObject) -> None:
         changes["rope_scaling"] = data.draw(section)
     generation = data.draw(st.none() | st.fixed_dictionaries({"eos_token_id": JSON}))
     changed = {key: value for key, value in (base | changes).items() if value is not ...}
+    if isinstance(text := changed.get("text_config"), dict):
+        inner = data.draw(st.lists(st.sampled_from(sorted(text)), max_size=3, unique=True))
+        changed["text_config"] = text | {key: data.draw(JSON) for key in inner}
     try:
         config, _ = config_from_huggingface(changed, generation)
     except ModelFileError as error:
@@ -53,7 +57,9 @@ def test_any_option_may_be_anything(data: st.DataObject) -> None:
         message = ""
         assert len(config.windows) == config.num_layers
         assert all(0 <= token < config.vocab_size for token in config.eos_token_ids)
-        assert np.isfinite(rope_table(config.rope, config.head_dim, 3)).all()
+        assert expected_weights(config)
+        if config.attention_layers and config.rotary:
+            assert np.isfinite(rope_table(config.rope, config.head_dim, 3)).all()
     assert len(message) < 2000
 
 
@@ -82,7 +88,9 @@ def test_any_gguf_key_may_be_anything(data: st.DataObject) -> None:
     else:
         message = ""
         assert len(config.windows) == config.num_layers
-        assert np.isfinite(rope_table(config.rope, config.head_dim, 3)).all()
+        assert expected_weights(config)
+        if config.attention_layers and config.rotary:
+            assert np.isfinite(rope_table(config.rope, config.head_dim, 3)).all()
     assert len(message) < 2000
 
 

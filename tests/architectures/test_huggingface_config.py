@@ -133,7 +133,7 @@ def test_windows_and_types_agree_with_transformers(name: str) -> None:
         expected = [kind == "sliding_attention" for kind in types]
         assert [window is not None for window in ours.windows] == expected
     assert ours.tie_embeddings == config.tie_word_embeddings
-    assert ours.num_kv_heads == config.num_key_value_heads
+    assert ours.num_kv_heads == getattr(config, "num_key_value_heads", 0)
     assert ours.eos_token_ids == (config.eos_token_id,)
 
 
@@ -165,7 +165,7 @@ def test_options_that_nothing_reads_are_reported() -> None:
 @pytest.mark.parametrize(
     ("base", "change", "named"),
     [
-        ("llama", {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]}, "mamba2"),
+        ("llama", {"model_type": "rwkv7", "architectures": ["Rwkv7ForCausalLM"]}, "rwkv7"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClass"),
         ("llama", {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
          "Gemma3ForConditionalGeneration"),
@@ -197,7 +197,9 @@ def test_the_refusal_of_an_architecture_lists_the_supported_ones() -> None:
         read(LLAMA_3_1_8B, model_type="rwkv")
     for word in ("rwkv", "LlamaForCausalLM", "Qwen3MoeForCausalLM", "gemma3_text"):
         assert word in str(caught.value)
-    assert supported() == ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3")
+    dense = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3")
+    recurrent = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "mamba2", "nemotron_h", "bamba")
+    assert supported() == dense + recurrent
 
 
 @pytest.mark.parametrize(

@@ -4,29 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from atlas import Engine
 from tests.capi.programs import EXAMPLES, build
-from tests.engine.folders import write_model
+from tests.engine.folders import write_hybrid, write_model
 from tests.text.vocabularies import byte_level_library
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a byte-level tokenizer and a chat template."""
+    return write_model(tmp_path_factory.mktemp("capi_model"), **text_options())
+
+
+@pytest.fixture(scope="session")
+def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with recurrent layers."""
+    return write_hybrid(tmp_path_factory.mktemp("capi_hybrid"), **text_options())
+
+
+def text_options() -> dict[str, Any]:
+    """A vocabulary and a template, for either."""
     library = byte_level_library()
-    return write_model(
-        tmp_path_factory.mktemp("capi_model"),
-        vocab_size=library.get_vocab_size(),
-        eos=library.token_to_id("</s>"),
-        library=library,
-        bos_token="<s>",
-        eos_token="</s>",
-        chat_template="{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    )
+    return {
+        "vocab_size": library.get_vocab_size(),
+        "eos": library.token_to_id("</s>"),
+        "library": library,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    }
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cffi
+import pytest
 
 from tests.capi import abi
 from tests.capi.programs import library
@@ -84,3 +85,25 @@ def info(kind: str, handle: Any) -> Any:
     made = struct(f"{kind}_info")
     call(f"{kind}_get_info", handle, made)
     return made
+
+
+def is_recurrent(engine: Any) -> bool:
+    """Whether an engine's model has a state that dropping positions does not undo."""
+    has = ffi.new("int32_t *")
+    call("engine_has", engine, b"recurrent", has)
+    return bool(has[0])
+
+
+def mark(engine: Any, sequence: Any) -> None:
+    """Let :func:`rewind` come back to where a sequence stands."""
+    if is_recurrent(engine):
+        call("sequence_save_snapshot", sequence, 2)
+
+
+def rewind(engine: Any, sequence: Any, length: int) -> None:
+    """Back to where ``mark`` was called."""
+    if is_recurrent(engine):
+        with pytest.raises(CallError, match=r"SEQUENCE_STATE: .* restore a snapshot first"):
+            call("sequence_rewind", sequence, length)
+        call("sequence_restore_snapshot", sequence, 2)
+    call("sequence_rewind", sequence, length)

@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 
-from tests.capi.interface import CallError, call, ffi, ids, info, lib, make, read_ids, struct
+from tests.capi.interface import (
+    CallError,
+    call,
+    ffi,
+    ids,
+    info,
+    lib,
+    make,
+    mark,
+    read_ids,
+    rewind,
+    struct,
+)
 from tests.capi.test_token_level import rows_of
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]
@@ -79,9 +91,10 @@ def test_a_fork_goes_its_own_way(loaded: Any) -> None:
     assert lib.atlas_has(b"sequence.fork") == 1
     sequence = started(loaded)
     twin = make("sequence", "sequence_fork", sequence)
+    mark(loaded, twin)
     expected = decoded(sequence, [3, 4, 5])
     assert decoded(twin, [9])[0] != expected[0]
-    call("sequence_rewind", twin, len(PROMPT) + 1)
+    rewind(loaded, twin, len(PROMPT) + 1)
     assert decoded(twin, [3, 4, 5]) == expected
     assert read_ids("sequence_get_tokens", sequence) == [*PROMPT, 30, 3, 4, 5]
     call("sequence_free", sequence)

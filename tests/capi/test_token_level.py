@@ -22,8 +22,10 @@ from tests.capi.interface import (
     info,
     lib,
     make,
+    mark,
     read_ids,
     read_text,
+    rewind,
     struct,
 )  # fmt: skip
 
@@ -81,6 +83,7 @@ def test_prefill_chunks_and_decode(loaded: Any, sequence: Any, engine: Engine) -
     call("sequence_prefill_chunk", sequence, ids(PROMPT), n, 6, n - 6, 0, logits)
     assert np.array_equal(rows_of(logits[0]), expected[n - 1 : n])
     first = logits[0]
+    mark(loaded, sequence)
     call("sequence_decode", sequence, 20, logits)
     call("sequence_decode", sequence, 21, logits)
     assert logits[0] == first  # the handle is reused
@@ -91,7 +94,7 @@ def test_prefill_chunks_and_decode(loaded: Any, sequence: Any, engine: Engine) -
     found = info("sequence", sequence)
     assert (found.seq_len, found.prompt_len, found.verify_rows) == (n + 2, n, 0)
     assert read_ids("sequence_get_tokens", sequence) == [*PROMPT, 20, 21]
-    call("sequence_rewind", sequence, n)
+    rewind(loaded, sequence, n)
     call("sequence_decode", sequence, 20, ffi.NULL)
     with pytest.raises(CallError, match="STALE_HANDLE: logits rows 0 … 0 were overwritten"):
         call("logits_argmax", logits[0], 0, token)

@@ -67,6 +67,26 @@ def test_quantisation_and_widening_on_request_are_stated(
         ("gemma3", {"windows": "2 layers of 5 tokens, 1 layers full"}),
         ("qwen3_moe", {"experts": "8, 3 a token, × 32, in 2 layers"}),
         ("llama_yarn", {"context": "512 positions, RoPE base 10,000, yarn scaling"}),
+        (
+            "qwen3_next",
+            {
+                "layers": "3 × hidden size 64: 2 gated delta, 1 attention",
+                "attention": "3 query and 1 KV heads × 32, gated",
+                "gated delta": "3 key heads × 16, 6 value heads × 24, convolution over 3 tokens",
+                "experts": "8, 3 a token, × 32, one shared × 64, in 2 layers",
+                "context": "512 positions, RoPE base 10,000 of 8 dimensions",
+            },
+        ),
+        (
+            "nemotron_h_latent",
+            {
+                "layers": "4 × hidden size 64: 2 mamba2, 1 moe, 1 attention",
+                "mamba-2": "6 heads × 12, state 16, in groups of 2, convolution over 4 tokens",
+                "experts": "5, 2 a token, × 32, one shared × 24, in a space of 24, in 1 layers",
+                "context": "512 positions; attention does not rotate",
+            },
+        ),
+        ("mamba2", {"context": "1,048,576 positions"}),
     ],
 )
 def test_what_only_some_architectures_have(
@@ -75,7 +95,9 @@ def test_what_only_some_architectures_have(
     build(name, tmp_path)
     table = rows(atlas_command("info", str(tmp_path)).out)
     assert expected.items() <= table.items()
-    assert ("mlp" in table) == (name != "qwen3_moe")
+    assert ("mlp" in table) == (name not in ("qwen3_moe", "nemotron_h_latent", "mamba2"))
+    assert ("recurrent state" in table) == (name in ("qwen3_next", "nemotron_h_latent", "mamba2"))
+    assert ("kv cache" in table) == (name != "mamba2")
 
 
 def test_no_weight_is_read(

@@ -179,10 +179,15 @@ class Run:
                 loop.core.blocks.release(block)
 
     def spoil(self, blocks: list[int]) -> None:
-        """Fill blocks with what must never be read."""
-        pools = self.engine._loop.core.pools
-        for pool in (*pools.keys, *pools.values):
+        """Fill blocks, and slots that are free, with what must never be read."""
+        core = self.engine._loop.core
+        for pool in (*core.pools.keys, *core.pools.values):
             pool[blocks] = np.nan
+        if core.states is not None:
+            running = core.states.running
+            free = [slot for slot in range(running.num_total) if running.owner(slot) == -1]
+            for pool in (*core.states.pools.states, *core.states.pools.tails):
+                pool[free + core.states.snapshots._free] = np.nan
 
 
 def assert_balanced(engine: Engine) -> None:
@@ -194,5 +199,10 @@ def assert_balanced(engine: Engine) -> None:
         cached = loop.cache.num_blocks
     assert loop.core.blocks.num_free + cached == loop.core.blocks.num_total
     assert loop.scheduler.num_requests == 0
+    if loop.core.states is not None:
+        states, cached = loop.core.states, 0 if loop.cache is None else loop.cache.num_snapshots
+        assert states.running.num_free == states.running.num_total
+        assert states.snapshots.num_used == cached
+        assert len(states.checkpoints) == states.pools.counts.checkpoints
     assert loop.store.nbytes == 0
     assert not engine.has_unfinished()

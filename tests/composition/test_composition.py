@@ -11,11 +11,19 @@ from pathlib import Path
 import pytest
 
 from atlas import Engine
-from atlas.errors import InvalidArgumentError
+from atlas.errors import InvalidArgumentError, SequenceStateError
 from atlas.request import Sample
-from tests.composition.conftest import MODELS, MakeEngine
-from tests.composition.features import FEATURES, Feature, Sampled, happens_during
+from tests.composition.conftest import MakeEngine
+from tests.composition.features import (
+    FEATURES,
+    Feature,
+    Rewound,
+    Sampled,
+    Saved,
+    happens_during,
+)
 from tests.composition.harness import PARAMS, PROMPT, Recorder, Run, assert_balanced, plain
+from tests.composition.models import MODELS
 
 ALONE = [(feature,) for feature in FEATURES]
 ALL_PAIRS = list(combinations(FEATURES, 2))
@@ -27,6 +35,8 @@ REFUSED = [
 PAIRS = [pair for pair in ALL_PAIRS if pair not in REFUSED]
 # Of two that happen while it runs, the other one first as well.
 REVERSED = [(b, a) for a, b in PAIRS if happens_during(a) and happens_during(b)]
+# A session file holds one recurrent state, its latest, which does not reach back.
+WITHOUT_SNAPSHOT = {f"{Saved.name} + {Rewound.name}"}
 _WRITTEN = 3  # tokens of the target when things start to happen
 
 _EXPECTED: dict[tuple[str, str, int], Sample] = {}
@@ -54,9 +64,18 @@ def begin(
     return run
 
 
+def cases() -> list[object]:
+    """Every pair on every model, except what a model refuses."""
+    return [
+        pytest.param(model, features, id=f"{model}-{name_of(features)}")
+        for model in MODELS
+        for features in (*ALONE, *PAIRS, *REVERSED)
+        if not (MODELS[model].is_hybrid and name_of(features) in WITHOUT_SNAPSHOT)
+    ]
+
+
 @pytest.mark.parametrize("kind", PARAMS)
-@pytest.mark.parametrize("features", [*ALONE, *PAIRS, *REVERSED], ids=name_of)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "features"), cases())
 def test_composition(
     make_engine: MakeEngine, model: str, features: tuple[Feature, ...], kind: str, tmp_path: Path
 ) -> None:
@@ -90,4 +109,20 @@ def test_refused(make_engine: MakeEngine, features: tuple[Feature, ...], tmp_pat
         run.until(lambda: not engine.has_unfinished())
     expected = plain(engine, PARAMS["greedy"], 0).token_ids
     assert [sample.token_ids for sample in run.ended[run.target].samples] == [expected] * 3
+    assert_balanced(engine)
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if MODELS[name].is_hybrid])
+def test_refused_without_a_snapshot(make_engine: MakeEngine, model: str, tmp_path: Path) -> None:
+    """A restored hybrid cannot go back behind its file's state, and goes on undisturbed."""
+    engine, saved = make_engine(model, 128), Saved()
+    with Recorder(engine) as recorder:
+        run = begin(engine, recorder, (saved,), "greedy", tmp_path)
+        saved.during(run)
+        run.when_running(lambda: engine.save(run.target, tmp_path / "again"))
+        with pytest.raises(SequenceStateError, match="no snapshot of the recurrent state"):
+            engine.rewind(run.target, len(PROMPT) + 1)
+        run.until(lambda: not engine.has_unfinished())
+    expected = plain(engine, PARAMS["greedy"], 0)
+    assert run.ended[run.target].samples[0].token_ids == expected.token_ids
     assert_balanced(engine)

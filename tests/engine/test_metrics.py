@@ -266,7 +266,7 @@ def test_the_text_is_valid_and_says_the_same(own: Engine) -> None:
 )
 def test_any_numbers_make_a_valid_text(counts: list[int], total_s: float, number: int) -> None:
     histogram = Histogram(tuple(counts), total_s)
-    numbers: Any = [number] * 6
+    numbers: Any = [number] * 10
     metrics = Metrics(
         *numbers, number, {"cold": number}, number, number, number, number, number,
         {"stop": number}, {"top_n_sigma, logprobs": number}, histogram, histogram, histogram,

@@ -205,7 +205,7 @@ def test_a_save_that_fails_leaves_the_old_file(
     engine.save(name, path)
     before = path.read_bytes()
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **options: object) -> None:
         raise OSError("the disk is full")
 
     monkeypatch.setattr("atlas.session.write_sequence", fail)

@@ -53,7 +53,14 @@ QUANTIZED = [
     Case("moe_wide", "q4_0", "float32"),
     Case("dense_wide", "q4_1"),
 ]
-CASES = FLOAT + QUANTIZED
+HYBRID = [
+    Case("delta"),
+    Case("mamba"),
+    Case("mixers"),
+    Case("mamba_alone"),
+    Case("delta_wide", "q8_0"),
+]
+CASES = FLOAT + QUANTIZED + HYBRID
 
 
 @cache
@@ -115,6 +122,19 @@ def window(seed: int, seq: SequenceState, length: int, *, finishes: bool) -> Pre
     """The next ``length`` tokens of a text as a prompt window that ends the prompt or does not."""
     end = seq.seq_len + length
     return PrefillSlice(text(seed)[: end + (not finishes)], seq, seq.seq_len, length, finishes)
+
+
+def mark(model: Model, seq: SequenceState) -> None:
+    """Let :func:`return_to` come back to where a sequence stands."""
+    if model.ssm is not None:
+        model.ssm.save_snapshot(seq, 0)
+
+
+def return_to(model: Model, seq: SequenceState, length: int) -> None:
+    """Drop a sequence's positions from the marked ``length`` on."""
+    if model.ssm is not None and seq.seq_len != length:
+        model.ssm.restore_snapshot(seq, 0)
+    model.lifecycle.rewind(seq, length)
 
 
 def assert_continues(

@@ -17,6 +17,8 @@ from tests.exactness.serial import (
     assert_row,
     assert_rows,
     bits,
+    mark,
+    return_to,
     sequence,
     text,
 )
@@ -82,10 +84,16 @@ def test_rewound_positions_are_made_again(case: Case, length: int, to: int, agai
     to = min(to, length)
     model = case.load(2).model
     with sequence(model) as seq:
-        model.forward.prefill(text(0)[:length], seq, logits="none")
+        for start, end in ((0, to), (to, length)):
+            if start < end:
+                model.forward.prefill_chunk(
+                    text(0)[:length], seq, start, end - start, end == length, logits="none"
+                )
+            if end == to:
+                mark(model, seq)
         for token in text(1)[:3]:
             model.forward.decode(token, seq)
-        model.lifecycle.rewind(seq, to)
+        return_to(model, seq, to)
         assert seq.tokens.tolist() == list(text(0)[:to])
         model.forward.prefill_chunk(text(0)[: to + again], seq, to, again, True, logits="none")
         assert_continues(case, model, 0, seq)

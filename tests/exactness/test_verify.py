@@ -14,6 +14,8 @@ from tests.exactness.serial import (
     assert_row,
     assert_rows,
     bits,
+    mark,
+    return_to,
     rows,
     sequence,
     text,
@@ -43,6 +45,7 @@ def test_verify_then_accept_of_every_count_is_serial_decoding(
         greedy = [int(np.argmax(np.frombuffer(row, np.float32))) for row in serial]
         assert result.argmax.tolist() == greedy
         verify.accept(seq, 0)
+        mark(model, seq)
         for kept in range(k + 1):
             tokens = [*text(0)[length : length + kept], *text(1)[kept:k]]
             result = verify.decode_verify(tokens, seq)
@@ -53,7 +56,7 @@ def test_verify_then_accept_of_every_count_is_serial_decoding(
             assert (seq.seq_len, seq.verify_rows) == (length + kept, 0)
             assert seq.tokens.tolist() == list(text(0)[: length + kept])
             assert_continues(case, model, 0, seq)
-            model.lifecycle.rewind(seq, length)
+            return_to(model, seq, length)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.architectures import expected_weights
-from atlas.config import ModelConfig, MoeConfig
+from atlas.architectures.weight_names import is_array
+from atlas.config import GatedDeltaConfig, Mamba2Config, ModelConfig, MoeConfig, RopeConfig
 from atlas.model.load import LoadedModel, LoadOptions, load_model
 from atlas.ops.blocks import FORMATS, HostMatrix, quantize
 from tests.ops.cases import random_matrix
@@ -38,6 +39,7 @@ _DENSE = ModelConfig(
 _WIDE = replace(_DENSE, hidden_size=256, head_dim=64, intermediate_size=256, qk_norm=True)
 _GEMMA = {
     "num_layers": 3,
+    "layer_kinds": (),
     "windows": (7, None, 40),
     "activation": "gelu_tanh",
     "attention_softcap": 2.0,
@@ -51,7 +53,46 @@ _GEMMA = {
 
 def _moe(width: int) -> dict[str, Any]:
     experts = MoeConfig(5, 2, width, normalize_top_k=True, sparse_layers=(True, False, True))
-    return {"num_layers": 3, "windows": (None, 300, 7), "qk_norm": True, "moe": experts}
+    layers = {"num_layers": 3, "layer_kinds": (), "windows": (None, 300, 7)}
+    return layers | {"qk_norm": True, "moe": experts}
+
+
+_DELTA: dict[str, Any] = {
+    "num_layers": 3,
+    "layer_kinds": ("gated_delta", "attention", "gated_delta"),
+    "windows": (),
+    "qkv_bias": False,
+    "qk_norm": True,
+    "attention_gate": True,
+    "gated_delta": GatedDeltaConfig(2, 6, key_dim=20, value_dim=28, conv_width=4),
+    "rope": RopeConfig(rotary_dim=8),
+}
+_MAMBA: dict[str, Any] = {
+    "num_layers": 3,
+    "layer_kinds": ("mamba2", "attention", "mamba2"),
+    "windows": (),
+    "qkv_bias": False,
+    "mamba2": Mamba2Config(6, head_dim=12, state_size=20, num_groups=2, conv_width=3),
+}
+_MIXERS: dict[str, Any] = _MAMBA | {
+    "num_layers": 5,
+    "layer_kinds": ("mamba2", "moe", "attention", "mlp", "mamba2"),
+    "mixer_only": True,
+    "activation": "relu_squared",
+    "rotary": False,
+    "moe": MoeConfig(
+        8, 3, 40, normalize_top_k=True,
+        sparse_layers=(False, True, False, False, False),
+        scoring="sigmoid", selection_bias=True, scale=2.5, num_groups=4, top_groups=2,
+        shared_size=28, latent_size=36,
+    ),
+}  # fmt: skip
+_DELTA_MOE: dict[str, Any] = _DELTA | {
+    "moe": MoeConfig(
+        5, 2, 50, normalize_top_k=True, sparse_layers=(True, False, True),
+        shared_size=30, shared_gate=True,
+    )
+}  # fmt: skip
 
 
 CONFIGS: dict[str, ModelConfig] = {
@@ -62,8 +103,24 @@ CONFIGS: dict[str, ModelConfig] = {
     "gemma_wide": replace(_WIDE, **_GEMMA),
     "moe_wide": replace(_WIDE, **_moe(256)),
     "wide_heads": replace(_WIDE, head_dim=128, num_heads=8, qkv_bias=False),
+    "delta": replace(_DENSE, **_DELTA),
+    "delta_moe": replace(_DENSE, **_DELTA_MOE),
+    "mamba": replace(_DENSE, **_MAMBA),
+    "mixers": replace(_DENSE, **_MIXERS),
+    "mamba_alone": replace(
+        _DENSE,
+        **_MAMBA | {"layer_kinds": ("mamba2",) * 3, "mixer_only": True, "rotary": False},
+        intermediate_size=0,
+        **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim"), 0),
+    ),
+    "delta_wide": replace(
+        _WIDE, **_DELTA | {"gated_delta": GatedDeltaConfig(2, 4, 64, 64, 4), "qk_norm": True}
+    ),
 }
-"""``*_wide`` shapes suit every quantised format; the others suit no vector width."""
+"""``*_wide`` shapes suit every quantised format; the others suit no vector width.
+
+``delta`` is arranged as Qwen3.5, ``mamba`` as Bamba, ``mixers`` as Nemotron-H.
+"""
 
 
 class RandomCheckpoint:
@@ -105,8 +162,11 @@ class RandomCheckpoint:
         return HostMatrix(format, rows, cols, weights.astype(FORMATS[format].dtype))
 
     def vector(self, name: str) -> NDArray[np.float32]:
-        (size,) = self._shapes[name]
-        values = self._rng(name).standard_normal(size) * 0.2 + ("norm" in name)
+        values = self._rng(name).standard_normal(int(np.prod(self._shapes[name])))
+        if name.endswith("decay_log"):
+            values = 0.5 * values - 3.0  # states that last for dozens of tokens
+        elif not name.endswith("conv"):
+            values = 0.2 * values + ("norm" in name)
         return values.astype(np.float32)
 
     def release(self, name: str) -> None:
@@ -116,7 +176,8 @@ class RandomCheckpoint:
         """Nothing is open."""
 
     def _format_of(self, name: str) -> str:
-        return "f32" if len(self._shapes[name]) == 1 or "router" in name else self._format
+        is_float = is_array(name, self._shapes[name]) or "router" in name
+        return "f32" if is_float else self._format
 
     def _rng(self, name: str) -> np.random.Generator:
         return np.random.default_rng([self._seed, *name.encode()])

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.helpers import reference_gguf_hybrid as hybrid
 from tests.helpers.reference import ReferenceModel
 
 Floats = NDArray[np.float32]
@@ -30,21 +31,27 @@ def write_gguf(
     *,
     quantize: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     rope_freqs: Floats | None = None,
+    mtp: dict[str, Floats] | None = None,
 ) -> Path:
     """Write `reference` to `path`.
 
     Matrices are stored as `quantize`, norms and biases in float32; `rope_freqs` takes the place
-    of the tensor that llama3 models have.
+    of the tensor that llama3 models have; `mtp` are tensors of a multi-token prediction head.
     """
     path = Path(path)
     config = reference.model.config
-    writer = gguf.GGUFWriter(str(path), _ARCHITECTURES[config.model_type])
-    _add_metadata(writer, config)
-    tensors = _tensors(reference)
+    if config.model_type in hybrid.ARCHITECTURES:
+        writer = gguf.GGUFWriter(str(path), hybrid.architecture(config))
+        hybrid.add_metadata(writer, config, num_mtp=1 if mtp else 0)
+        tensors = hybrid.tensors(config, reference.weights() | (mtp or {}))
+    else:
+        writer = gguf.GGUFWriter(str(path), _ARCHITECTURES[config.model_type])
+        _add_metadata(writer, config)
+        tensors = _tensors(reference)
     if rope_freqs is not None:
         tensors["rope_freqs.weight"] = rope_freqs
     for name, values in tensors.items():
-        if values.ndim > 1:
+        if values.ndim > 1 and "ssm_" not in name.partition(".ssm_out")[0]:
             writer.add_tensor(name, gguf.quantize(values, quantize), raw_dtype=quantize)
         else:
             writer.add_tensor(name, values)

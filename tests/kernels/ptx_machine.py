@@ -29,6 +29,7 @@ _NOTHING_TO_DO = (
     "bar.warp.sync",
     "fence.acq_rel.gpu",
     "fence.mbarrier_init.release.cluster",
+    "prefetch.global.L2",
 )
 
 

@@ -29,6 +29,7 @@ TODAY = OTHERS[datetime.date.today().toordinal() % len(OTHERS)]
 ROTATED = os.environ.get("ATLAS_KERNEL_ARCH", TODAY)
 """Besides sm_90a, one architecture a day: all of them would take the check too long."""
 
+TYPES = ("bf16", "f32")
 _OLD = "the assembler for sm_80 takes far more registers than for sm_90; cause not found"
 _FULL = "72 bytes, beside 192 accumulators in 255 registers"
 SPILLS: dict[str, dict[str, str]] = {
@@ -38,6 +39,8 @@ SPILLS: dict[str, dict[str, str]] = {
         **{f"attention_step_d{dim}_r32": _OLD for dim in (64, 80, 96, 128)},
         **{f"attention_step_d{dim}_r16": _OLD for dim in (64, 80, 96, 128, 256)},
         "attention_prefill_d128_k32": _FULL,
+        **{f"gated_delta_{op}step_d128_{type}": _OLD for op in ("", "mixer_") for type in TYPES},
+        **{f"mamba2_step_n{size}_{type}": _OLD for size in (64, 128, 256) for type in TYPES},
     },
     "sm_120": {"attention_prefill_d128_k32": _FULL},
 }

@@ -179,3 +179,43 @@ def test_argmax(bench: Bench, parts: int) -> None:
     OPS["argmax"](logits, out=want)
     assert want.tolist()[:7] == [17, 0, -1, -1, -1, 1000, 1000]
     np.testing.assert_array_equal(bench.memory.get(out, want), want)
+
+
+@pytest.mark.parametrize(("type", "suffix"), FORMS)
+@pytest.mark.parametrize("op", ["sigmoid_gate", "row_gate", "relu_squared"])
+def test_gates(bench: Bench, type: str, suffix: str, op: str) -> None:
+    dim = 301 if suffix else 2056
+    x, gate = rounded(_normal(2, dim) * 4, type), rounded(_normal(2, dim, seed=1) * 8, type)
+    gate = gate[:, :1] if op == "row_gate" else gate
+    source, gates = bench.put(x, type, pad=8), bench.put(gate, type, pad=8)
+    out, want = bench.empty((2, dim), type), np.empty((2, dim), np.float32)
+    if op == "relu_squared":
+        OPS[op](x, out=want)
+        args = [source.address, out.address, dim, source.stride, out.stride]
+    else:
+        OPS["sigmoid_gate"](x, gate, out=want)
+        args = [source.address, gates.address, out.address, dim]
+        args += [source.stride, gates.stride, out.stride]
+    columns = -(-dim // (256 * (1 if suffix else 8)))
+    bench.run(f"{op}_{type}{suffix}", (2, columns), args)
+    close(bench.get(out), want, type, 2e-6)
+
+
+@pytest.mark.parametrize(("type", "suffix"), FORMS)
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+def test_gated_rmsnorm(
+    bench: Bench, type: str, suffix: str, norm_first: bool, shared: bool
+) -> None:
+    groups, size = 5, 77 if suffix else 320
+    dim = groups * size
+    x, gate = _normal(2, dim), rounded(_normal(2, dim, seed=1) * 4, type)
+    weight = _normal(size if shared else dim, seed=2)
+    source, gates = bench.put(x, "f32", pad=8), bench.put(gate, type, pad=8)
+    out, scale = bench.empty((2, dim), type), bench.put(weight[None], "f32")
+    args = [source.address, gates.address, scale.address, out.address, groups, size]
+    args += [int(norm_first), source.stride, gates.stride, 0 if shared else size * 4, out.stride]
+    bench.run(f"gated_rmsnorm_{type}{suffix}", (2, 2), [*args, EPS])
+    want = np.empty((2, dim), np.float32)
+    OPS["gated_rmsnorm"](x, gate, weight, EPS, size, norm_first, out=want)
+    close(bench.get(out), want, type, 4e-6)

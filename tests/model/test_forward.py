@@ -230,10 +230,16 @@ def test_facts_and_capabilities_of_later_issues(model: Model) -> None:
         False,
     )
     assert forward.prefill_tail_split(PROMPT) is None
-    with pytest.raises(CapabilityError, match=r"forward\.prefill_twophase"):
-        forward.prefill_twophase(PROMPT, model.lifecycle.alloc_sequence(), 8)
     with pytest.raises(CapabilityError, match=r"forward\.generate_beam_batch"):
         forward.generate_beam_batch([])
+
+
+@pytest.mark.contract("forward.prefill_twophase")
+def test_prefill_twophase_without_recurrence_is_a_prefill(model: Model, expected: Expected) -> None:
+    seq = model.lifecycle.alloc_sequence()
+    view = model.forward.prefill_twophase(PROMPT, seq, 8)
+    assert_logits(view, expected(PROMPT)[-1:])
+    assert seq.seq_len == seq.prompt_len == len(PROMPT)
 
 
 # -- refusals ---------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_a_pending_verify_may_be_freed(model: Model) -> None:
 def test_a_dropped_sequence_returns_its_blocks(model: Model) -> None:
     """Also one that only a reference cycle held."""
     seq = prefilled(model, PROMPT)
-    seq.layer_states.append(seq)
+    seq.proposer = seq
     assert model.lifecycle.num_free_blocks == 18
     del seq
     gc.collect()

@@ -13,7 +13,7 @@ from atlas._native.plan import EntryFlag, FinishReason, Plan
 from atlas._native.prefix_cache import PrefixCache
 from atlas._native.scheduler import Scheduler
 from atlas._native.slot_pool import SlotPool
-from tests.native.recording_model import VOCAB, RecordingModel, continuation, samples
+from tests.native.recording_model import EMPTY, VOCAB, RecordingModel, continuation, samples
 
 
 def ids(tokens: list[int]) -> Any:
@@ -67,6 +67,7 @@ class Driver:
         self.plans: list[dict[str, Any]] = []
         self.now_us = 0
         self.next_snapshot = 0
+        self.marks: dict[int, dict[int, int]] = {}  # by handle: states by tokens absorbed
         self.stale: set[tuple[int, int]] = set()
 
     # -- requests -----------------------------------------------------------------------------
@@ -80,6 +81,9 @@ class Driver:
     def fork(self, handle: int, token: int) -> int:
         parent = self.clients[handle]
         child = self.scheduler.fork(handle, token, now_us=self.now_us)
+        if self.scheduler.slot(child) >= 0:  # else it waits for a place
+            state = self.model.states[self.scheduler.slot(handle)]
+            self.model.place(child, self.scheduler.slot(child), state)
         got = [*parent.got[:-1], token]
         left = len(parent.expected) - len(got)
         after = continuation([*parent.prompt, *got], parent.prompt_len, left, self.kinds)
@@ -88,11 +92,21 @@ class Driver:
         )
         return child
 
-    def rewind(self, handle: int, position: int) -> None:
+    def rewind(self, handle: int, position: int, state_len: int | None = None) -> None:
+        """On a hybrid to the state after ``state_len`` tokens, by default any that was seen."""
         client = self.clients[handle]
         tokens = [*client.prompt, *client.got][:position]
         total = len(client.prompt) + len(client.expected)
-        self.scheduler.rewind(handle, position)
+        known = {0: EMPTY} | self.marks.get(handle, {})
+        marks = {n: state for n, state in known.items() if n < position}
+        if self.slot_pool and state_len is None:
+            state_len = int(self.random.choice(list(marks)))
+        self.scheduler.rewind(handle, position, state_len=state_len)
+        if state_len is not None:
+            standing = self.scheduler.sequence(handle).seq_len
+            if standing == state_len:
+                self.model.states[self.scheduler.slot(handle)] = marks[state_len]
+            self.marks[handle] = marks
         client.prompt_len = min(client.prompt_len, position)
         client.prompt, client.got = tokens[: client.prompt_len], tokens[client.prompt_len :]
         after = continuation(tokens, client.prompt_len, total - position, self.kinds)
@@ -191,6 +205,8 @@ class Driver:
             else:
                 if kept[i] < entry["rows"]:
                     self.model.keep(entry, states[i], int(kept[i]))
+                marks = self.marks.setdefault(handle, {})
+                marks[int(entry["start"] + kept[i])] = states[i][int(kept[i])]
                 self.deliver(handle, plan, i, tokens)
                 if int(entry["flags"]) & EntryFlag.SNAPSHOT:
                     self.snapshot(client.prompt, entry, states[i][int(entry["rows"])])

@@ -96,9 +96,6 @@ class RecordingModel:
                     self.states[source] = 0
                 case ActionKind.ZERO_SLOT:
                     self.place(handle, target, EMPTY)
-                case ActionKind.COPY_SLOT:
-                    assert self.slots[int(action["other"])] == source
-                    self.place(handle, target, self.states[source])
                 case ActionKind.RESTORE_SNAPSHOT:
                     self.place(handle, target, self.snapshots[int(action["other"])])
 
@@ -118,7 +115,9 @@ class RecordingModel:
         token_ids, positions, slots, logits_rows = (np.full(count, -1, np.int32) for _ in range(4))
         cu_rows = np.full(plan.num_seqs + 1, -1, np.int32)
         tables = np.full((max(1, plan.num_seqs), wide), -1, np.int32)
-        write_batch(plan, token_ids, positions, slots, cu_rows, tables, logits_rows)
+        state_slots = np.full(plan.num_seqs, -2, np.int32)
+        write_batch(plan, token_ids, positions, slots, cu_rows, tables, logits_rows, state_slots)
+        assert state_slots.tolist() == plan.entries["slot"].tolist()
         fed = plan.source_rows >= 0
         if fed.any():
             assert before is not None

@@ -432,6 +432,7 @@ def test_the_deepest_usable_snapshot() -> None:
     assert (found.num_tokens, found.snapshot_id, found.snapshot_tokens) == (16, 8, 16)
     found = world.match(text(4), max_tokens=4 * BLOCK - 1)
     assert (found.num_tokens, found.snapshot_id, found.snapshot_tokens) == (8, 7, 8)
+    assert found.cached_tokens == 12
     assert found.reason is MissReason.SNAPSHOT
     assert world.peek(text(4), max_tokens=2 * BLOCK - 1) == ([], MissReason.SNAPSHOT)
     assert world.cache.reclaim_for(text(1), 0, True, 0)[1] == 0
@@ -468,16 +469,36 @@ def test_the_better_snapshot_stays(world: World) -> None:
     assert world.cache.detach_snapshot(text(1, 5), BLOCK, 0) is None
 
 
-def test_snapshots_leave_by_their_own_recency(world: World) -> None:
-    world.put(text(4))
-    for depth in (1, 2, 3, 4):
-        world.cache.attach_snapshot(text(4), depth * BLOCK, 0, depth)
-    world.peek(text(2))
-    world.peek(text(1))
-    assert world.cache.evict_snapshots(3) == [3, 4, 2]
-    assert world.cache.evict_snapshots(3) == [1]
-    assert world.cache.evict_snapshots(3) == []
-    assert world.cache.num_blocks == 4
+def test_snapshots_of_equal_value_leave_by_recency(world: World) -> None:
+    for salt in (1, 2, 3):
+        world.put(text(2, salt))
+        world.cache.attach_snapshot(text(2, salt), 2 * BLOCK, 0, salt)
+    world.peek(text(2, 1))
+    assert world.cache.evict_snapshots(2) == [2, 3]
+    assert world.cache.evict_snapshots(2) == [1]
+    assert world.cache.evict_snapshots(2) == []
+    assert world.cache.num_blocks == 6
+
+
+def test_a_snapshot_is_worth_the_tokens_that_only_it_saves(world: World) -> None:
+    world.put(text(9))
+    for depth in (1, 7, 9):
+        world.cache.attach_snapshot(text(9), depth * BLOCK, 0, depth)
+    # Depth 9 stands 2 blocks above 7, which stands 6 above 1, which saves one.
+    assert world.cache.evict_snapshots(1) == [1]
+    assert world.cache.evict_snapshots(1) == [9]
+    assert world.cache.evict_snapshots(1) == [7]
+
+
+def test_what_is_not_used_ages(world: World) -> None:
+    world.put(text(5))
+    world.cache.attach_snapshot(text(5), 5 * BLOCK, 0, 100)
+    left = []
+    for salt in range(1, 9):  # each is worth 1 block above what left last
+        world.put(text(1, salt))
+        world.cache.attach_snapshot(text(1, salt), BLOCK, 0, salt)
+        left += world.cache.evict_snapshots(1)
+    assert left == [1, 2, 3, 4, 100, 5, 6, 7]
 
 
 def test_an_evicted_nodes_snapshot_is_reported(world: World) -> None:
@@ -488,7 +509,7 @@ def test_an_evicted_nodes_snapshot_is_reported(world: World) -> None:
     assert world.cache.num_snapshots == 10
     assert world.cache.drain_snapshots() == list(range(30, 10, -1))
     assert world.cache.drain_snapshots() == []
-    assert world.cache.evict_snapshots(30) == list(range(1, 11))
+    assert sorted(world.cache.evict_snapshots(30)) == list(range(1, 11))
 
 
 # -- bad input -----------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class Node:
     last_used: int
     snapshot: int | None = None
     snapshot_generated: bool = False
+    snapshot_base: int = 0
 
 
 @dataclass(eq=False)
@@ -76,6 +77,7 @@ class Histories(RuleBasedStateMachine):
         self.snapshots: list[Key] = []  # least recently used first
         self.orphans: list[int] = []
         self.next_snapshot = 0
+        self.snapshot_floor = 0
         self.upgraded = 0
         self.counts: Counter[str] = Counter()
 
@@ -180,6 +182,7 @@ class Histories(RuleBasedStateMachine):
         if snapshot is not None:
             self.snapshots.remove(snapshot)
             self.snapshots.append(snapshot)
+            self.nodes[snapshot].snapshot_base = self.snapshot_floor
         found = self.cache.match(np.array(tokens, np.int32), seed, reuse, cap)
         self.counts[reason.name] += 1
         blocks = found.blocks.tolist()
@@ -319,18 +322,35 @@ class Histories(RuleBasedStateMachine):
                 freed = node.snapshot
                 self.snapshots.remove(key)
             node.snapshot, node.snapshot_generated = offered, generated
+            node.snapshot_base = self.snapshot_floor
             self.snapshots.append(key)
         array = np.array((*tokens, 1), np.int32)
         assert self.cache.attach_snapshot(array, len(tokens), seed, offered, generated) == freed
+
+    def value(self, key: Key) -> int:
+        """Tokens that only this snapshot saves, counted from its base."""
+        seed, tokens = key
+        above = [
+            len(tokens_above)
+            for seed_above, tokens_above in self.snapshots
+            if seed_above == seed and tokens_above == tokens[: len(tokens_above)]
+        ]
+        return (
+            self.nodes[key].snapshot_base
+            + len(tokens)
+            - max((length for length in above if length < len(tokens)), default=0)
+        )
 
     @precondition(lambda self: len(self.snapshots) > 2)
     @rule(count=st.integers(0, 3))
     def evict_snapshots(self, count: int) -> None:
         expected = []
-        for key in self.snapshots[:count]:
+        while self.snapshots and len(expected) < count:
+            key = min(self.snapshots, key=self.value)  # the first of equals
+            self.snapshot_floor = self.value(key)
             expected.append(self.nodes[key].snapshot)
             self.nodes[key].snapshot = None
-        del self.snapshots[:count]
+            self.snapshots.remove(key)
         assert self.cache.evict_snapshots(count) == expected
 
     @precondition(lambda self: self.orphans)

@@ -8,7 +8,13 @@ import pytest
 
 from atlas._native.plan import ActionKind, EntryFlag, EntryKind, FinishReason
 from atlas._native.scheduler import Scheduler
-from atlas.errors import CapabilityError, ClosedError, PromptTooLongError, SequenceStateError
+from atlas.errors import (
+    CapabilityError,
+    ClosedError,
+    InvalidArgumentError,
+    PromptTooLongError,
+    SequenceStateError,
+)
 from tests.native.driver import Driver, ids
 from tests.native.recording_model import continuation
 
@@ -207,19 +213,25 @@ def test_j_refuses_a_rewind_that_the_state_cannot_follow() -> None:
         hybrid.step()
     with pytest.raises(SequenceStateError, match="no snapshot"):
         hybrid.scheduler.rewind(handle, 7)
-    hybrid.drain()
+    for wrong in (-1, 7):
+        with pytest.raises(InvalidArgumentError, match="state_len"):
+            hybrid.scheduler.rewind(handle, 7, state_len=wrong)
 
-    hybrid = Driver(64, recurrent=True)
-    handle = hybrid.add(prompt(6), 9)
-    hybrid.step()
-    state = hybrid.model.states[hybrid.model.slots[handle]]
-    for _ in range(3):
-        hybrid.step()
-    # The caller restores the state after 6 tokens; the seventh runs again.
-    hybrid.scheduler.rewind(handle, 7, has_snapshot=True)
-    hybrid.model.states[hybrid.model.slots[handle]] = state
-    hybrid.clients[handle].got = hybrid.clients[handle].got[:1]
-    hybrid.drain()
+
+@pytest.mark.parametrize(("position", "state_len"), [(7, 6), (10, 6), (9, 8), (5, 4), (6, 0)])
+def test_j_a_hybrid_runs_again_what_its_snapshot_lacks(position: int, state_len: int) -> None:
+    driver = Driver(64, recurrent=True, chunk_tokens=4)
+    handle = driver.add(prompt(6), 9)
+    for _ in range(7):
+        driver.step()
+    driver.rewind(handle, position, state_len)
+    before = driver.model.rows_run
+    driver.step()
+    assert driver.model.rows_run - before == min(position - state_len, 4 if state_len < 4 else 8)
+    driver.drain()
+    whole = (prompt(6) + continuation(prompt(6), 6, 5))[:position]
+    expected = continuation(whole, min(6, position), 15 - position)
+    assert driver.finished[handle].got[-len(expected) :] == expected
 
 
 @pytest.mark.parametrize("position", [1, 4, 6, 7, 8, 9, 10, 11])
@@ -347,7 +359,6 @@ def test_padded_batch_is_the_ladder_of_the_contract() -> None:
 
 def test_all_options_are_checked() -> None:
     from atlas._native.block_pool import BlockPool
-    from atlas.errors import InvalidArgumentError
 
     pool = BlockPool(4)
     for options in (

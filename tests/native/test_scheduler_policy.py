@@ -210,6 +210,26 @@ def test_a_second_turn_computes_only_what_is_new(recurrent: bool) -> None:
         driver.drain()  # a dense match holds step tokens' K/V, which this model tells apart
 
 
+def test_a_hybrid_snapshots_where_prompts_part() -> None:
+    driver = Driver(
+        64, cached=True, recurrent=True, tail_unit=4, max_step_tokens=64, chunk_tokens=64
+    )
+    common = prompt(17)  # four whole blocks
+    ends = []
+    for salt in (1, 2, 3):
+        handle = driver.add(common + prompt(9, salt), 2)
+        driver.drain()
+        ends.append(chunks(driver, handle))
+    # Only the tail of the first is known to the second, which stops where it leaves the first.
+    assert ends == [
+        [(0, 24), (24, 2)],
+        [(0, 16), (16, 8), (24, 2)],
+        [(16, 8), (24, 2)],
+    ]
+    assert driver.cache is not None
+    assert driver.cache.num_snapshots == 4
+
+
 def test_requests_with_one_prompt_share_its_blocks_once_it_is_prefilled() -> None:
     driver = Driver(64, cached=True, max_running=4, max_step_tokens=64, reuse_generated=False)
     driver.add(prompt(21), 6)
@@ -489,7 +509,6 @@ def test_forks_share_the_prompt_and_copy_on_write(recurrent: bool) -> None:
     # The partly filled block is copied for all but the last of the four to write it.
     assert len(actions(driver, ActionKind.COPY_BLOCK)) == 3
     assert driver.pool.num_total - driver.pool.num_free == used + 3
-    assert len(actions(driver, ActionKind.COPY_SLOT)) == (3 if recurrent else 0)
     driver.drain()
     outputs = {tuple(driver.finished[handle].got) for handle in (parent, *children)}
     assert len(outputs) == 4

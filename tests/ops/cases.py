@@ -85,6 +85,32 @@ def rmsnorm() -> Iterator[Case]:
         )
 
 
+def gated_rmsnorm() -> Iterator[Case]:
+    shapes = [(1, 64, 64, True), (3, 96, 24, True), (2, 160, 80, False), (5, 21, 7, False)]
+    for n, (rows, size, group, norm_first) in enumerate(shapes):
+        for shared in (True, False):
+            rng, out = _rng(17, n, shared), _nan(rows, size)
+            weight = _normal(rng, group if shared else size)
+            yield Case(
+                f"T{rows}-D{size}-G{group}-{'norm' if norm_first else 'gate'}-W{len(weight)}",
+                (
+                    _strided(rng, rows, size),
+                    _strided(rng, rows, size) * 4,
+                    weight,
+                    1e-5,
+                    group,
+                    norm_first,
+                ),
+                {"out": out},
+                {"out": out},
+                4e-6,
+            )
+    heads = _normal(_rng(17, 9), 3, 6, 20), _normal(_rng(17, 10), 3, 6, 20)
+    weight, every_second = _normal(_rng(17, 11), 20), tuple(array[:, 1::2] for array in heads)
+    out = {"out": _nan(3, 9, 20)[:, 3:6]}
+    yield Case("T3-H3-strided", (*every_second, weight, 1e-5, 20, True), out, dict(out), 4e-6)
+
+
 def _gated(seed: int) -> Iterator[Case]:
     for n, (rows, size) in enumerate([(1, 16), (3, 1536), (2, 37), (5, 1)]):
         rng, out = _rng(seed, n), _nan(rows, size)
@@ -105,6 +131,26 @@ def gelu_tanh_and_mul() -> Iterator[Case]:
     yield from _gated(3)
 
 
+def relu_squared() -> Iterator[Case]:
+    for n, (rows, size) in enumerate([(1, 16), (3, 77)]):
+        rng, out = _rng(18, n), _nan(rows, size)
+        yield Case(
+            f"T{rows}-F{size}", (_strided(rng, rows, size),), {"out": out}, {"out": out}, 0.0
+        )
+
+
+def sigmoid_gate() -> Iterator[Case]:
+    for n, (rows, size, gates) in enumerate([(1, 16, 16), (3, 77, 77), (2, 50, 1), (4, 1, 1)]):
+        rng, out = _rng(19, n), _nan(rows, size)
+        yield Case(
+            f"T{rows}-D{size}-G{gates}",
+            (_strided(rng, rows, size), _strided(rng, rows, gates) * 8),
+            {"out": out},
+            {"out": out},
+            4e-6,
+        )
+
+
 def add() -> Iterator[Case]:
     for n, (rows, size) in enumerate([(1, 16), (3, 77)]):
         rng, out = _rng(4, n), _nan(rows, size)
@@ -115,6 +161,12 @@ def add() -> Iterator[Case]:
             {"out": out},
             0.0,
         )
+
+
+def zero() -> Iterator[Case]:
+    wide = _nan(3, 90)
+    out = wide[:, 5:40]
+    yield Case("strided", (), {"out": out}, {"out": out}, 0.0)
 
 
 def softcap() -> Iterator[Case]:
@@ -137,6 +189,13 @@ def gather_rows() -> Iterator[Case]:
     yield Case(
         "L3", (_normal(rng, 6, 50), np.array([5, 0, 2], np.int32)), {"out": out}, {"out": out}, 0.0
     )
+
+
+def scatter_rows() -> Iterator[Case]:
+    rng, out, wide = _rng(8), _nan(6, 50), _normal(_rng(8), 4, 90)
+    rows = np.array([5, -1, 0, 2], np.int32)
+    yield Case("L4", (_normal(rng, 4, 50), rows), {"out": out}, {"out": out}, 0.0)
+    yield Case("L4-strided", (wide[:, 7:57], rows), {"out": out}, {"out": out}, 0.0)
 
 
 def linear() -> Iterator[Case]:
@@ -199,6 +258,18 @@ def rope() -> Iterator[Case]:
         yield Case(
             f"H{heads}-K{dim}-R{2 * half}",
             (x, np.array([0, 7, 1, 30], np.int32), _normal(rng, 31, 2, half)),
+            {},
+            {"x": x},
+        )
+
+    for n, (dim, half, sections) in enumerate([(64, 32, (11, 11, 10)), (20, 9, (5, 2, 2))]):
+        rng = _rng(10, 9, n)
+        x = _strided(rng, 4, 3, dim)
+        positions = rng.integers(0, 31, (3, 4)).astype(np.int32)
+        positions[:, 1] = 7  # text: three times the same
+        yield Case(
+            f"K{dim}-sections{sections}",
+            (x, positions, _normal(rng, 31, 2, half), sections),
             {},
             {"x": x},
         )
@@ -354,16 +425,48 @@ def moe_route() -> Iterator[Case]:
             {"ids": ids, "weights": weights},
             {"ids": ids, "weights": weights},
         )
+    yield from _routed(True)
+    yield from _routed(False)
+
+
+@dataclass(frozen=True)
+class _Routing:
+    experts: int
+    top_k: int
+    scoring: str
+    biased: bool
+    num_groups: int = 1
+    top_groups: int = 1
+
+
+def _routed(normalize: bool) -> Iterator[Case]:
+    for n, kind in enumerate(
+        [
+            _Routing(16, 4, "softmax", True),
+            _Routing(20, 3, "sigmoid", False),
+            _Routing(48, 6, "sigmoid", True, 8, 3),
+            _Routing(12, 2, "softmax", False, 3, 1),
+        ]
+    ):
+        rng = _rng(20, n, normalize)
+        ids, weights = np.full((7, kind.top_k), -1, np.int32), _nan(7, kind.top_k)
+        scores = np.round(_normal(rng, 7, kind.experts) * 4) / 2  # ties
+        bias = np.round(_normal(rng, kind.experts)) if kind.biased else None
+        args = (scores, normalize, kind.scoring, bias, 2.5, kind.num_groups, kind.top_groups)
+        written = {"ids": ids, "weights": weights}
+        name = f"{kind.scoring}-E{kind.experts}-X{kind.top_k}-G{kind.top_groups}of{kind.num_groups}"
+        yield Case(f"{name}-{'sum' if normalize else 'plain'}", args, dict(written), written)
 
 
 def moe_experts() -> Iterator[Case]:
     formats = ["f32", "bf16", "q4_0", "q8_0", "q4_k", "q5_1"]
     for n, format in enumerate(formats):
-        for activation, rows in (("silu", 11), ("gelu_tanh", 2)):
+        for activation, rows in (("silu", 11), ("gelu_tanh", 2), ("relu_squared", 3)):
             rng = _rng(15, n, rows)
+            halves = 1 if activation == "relu_squared" else 2
             dim, inner = (256, 256) if FORMATS[format].is_quantized else (128, 64)
             ids = np.stack([rng.permutation(6)[:3] for _ in range(rows)]).astype(np.int32)
-            gate_up = random_matrix(rng, format, 6 * 2 * inner, dim)
+            gate_up = random_matrix(rng, format, 6 * halves * inner, dim)
             down = random_matrix(rng, format, 6 * dim, inner)
             x, out = _normal(rng, rows, dim) / 16, _normal(rng, rows, dim)
             weights = np.abs(_normal(rng, rows, 3))
@@ -380,3 +483,99 @@ def moe_experts() -> Iterator[Case]:
                 2e-5,
                 groups=6,
             )
+
+
+def _sequences(rng: np.random.Generator) -> tuple[int, int, np.ndarray, np.ndarray, np.ndarray]:
+    """(rows, slots in the pool, slots, cu_rows, positions) of a ragged batch.
+
+    Rows before the first sequence are another call's; one sequence has none.
+    """
+    lengths = [1, 5, 0, 2, 9]
+    cu_rows = (2 + np.cumsum([0, *lengths])).astype(np.int32)
+    positions = np.zeros(cu_rows[-1], np.int32)
+    for n, length in enumerate(lengths):
+        positions[cu_rows[n] : cu_rows[n + 1]] = 60 + 3 * n + np.arange(length)
+    slots = rng.permutation(7)[: len(lengths)].astype(np.int32)
+    return int(cu_rows[-1]), 7, slots, cu_rows, positions
+
+
+def _convolution(seed: int) -> Iterator[Case]:
+    for n, (channels, width, biased) in enumerate([(64, 4, False), (37, 2, True), (100, 5, True)]):
+        rng = _rng(21, seed, n)
+        rows, num_slots, slots, cu_rows, positions = _sequences(rng)
+        tails, out = _normal(rng, num_slots, width - 1, channels), _normal(rng, rows, channels)
+        bias = _normal(rng, channels) if biased else None
+        args = (_strided(rng, rows, channels), _normal(rng, width, channels), bias)
+        written = {"tails": tails, "out": out}
+        yield Case(
+            f"C{channels}-W{width}",
+            (*args, slots, cu_rows, positions),
+            dict(written),
+            written,
+            4e-6,
+        )
+
+
+def causal_conv_step() -> Iterator[Case]:
+    yield from _convolution(0)
+
+
+def causal_conv_prefill() -> Iterator[Case]:
+    yield from _convolution(1)
+
+
+def _delta(seed: int) -> Iterator[Case]:
+    shapes = [(2, 4, 64, 128), (1, 3, 128, 64), (3, 3, 20, 37), (2, 6, 16, 80)]
+    for n, (key_heads, value_heads, key_dim, value_dim) in enumerate(shapes):
+        rng = _rng(22, seed, n)
+        rows, num_slots, slots, cu_rows, positions = _sequences(rng)
+        qkv = _strided(rng, rows, 2 * key_heads * key_dim + value_heads * value_dim)
+        ab = _normal(rng, rows, 2 * value_heads) * 2  # views of one fused projection
+        states = _normal(rng, num_slots, value_heads, key_dim, value_dim)
+        out = _normal(rng, rows, value_heads, value_dim)
+        args = (qkv, ab[:, :value_heads], ab[:, value_heads:])
+        args += (_normal(rng, value_heads), _normal(rng, value_heads))
+        written = {"states": states, "out": out}
+        yield Case(
+            f"HK{key_heads}-HV{value_heads}-K{key_dim}-V{value_dim}",
+            (*args, slots, cu_rows, positions),
+            dict(written),
+            written,
+            4e-6,
+        )
+
+
+def gated_delta_step() -> Iterator[Case]:
+    yield from _delta(0)
+
+
+def gated_delta_prefill() -> Iterator[Case]:
+    yield from _delta(1)
+
+
+def _mamba2(seed: int) -> Iterator[Case]:
+    shapes = [(4, 2, 64, 128), (3, 1, 20, 16), (6, 6, 8, 37)]
+    for n, (heads, groups, dim, size) in enumerate(shapes):
+        rng = _rng(23, seed, n)
+        rows, num_slots, slots, cu_rows, positions = _sequences(rng)
+        x, b = _strided(rng, rows, heads, dim), _strided(rng, rows, groups, size)
+        c, dt = _strided(rng, rows, groups, size), _strided(rng, rows, heads)
+        vectors = tuple(_normal(rng, heads) for _ in range(3))
+        bounds = (0.0, float("inf")) if n else (0.3, 1.5)
+        states, out = _normal(rng, num_slots, heads, dim, size), _normal(rng, rows, heads, dim)
+        written = {"states": states, "out": out}
+        yield Case(
+            f"H{heads}-G{groups}-P{dim}-N{size}",
+            (x, b, c, dt, *vectors, *bounds, slots, cu_rows, positions),
+            dict(written),
+            written,
+            4e-6,
+        )
+
+
+def mamba2_step() -> Iterator[Case]:
+    yield from _mamba2(0)
+
+
+def mamba2_prefill() -> Iterator[Case]:
+    yield from _mamba2(1)

@@ -76,14 +76,16 @@ def test_matrices_and_vectors(tmp_path):
         tensor("half", half, "f16"),
         tensor("experts", experts, "f32"),
         random_tensor("bias", "bf16", (5,)),
+        random_tensor("blocks", "q8_0", (2, 32)),
     ]
     with GgufFile(write(tmp_path, gguf_bytes({}, tensors))) as file:
         assert {name: entry.shape for name, entry in file.tensors.items()} == {
-            "norm": (8,), "half": (3, 8), "experts": (2, 3, 8), "bias": (5,),
+            "norm": (8,), "half": (3, 8), "experts": (2, 3, 8), "bias": (5,), "blocks": (2, 32),
         }  # fmt: skip
         np.testing.assert_array_equal(file.vector("norm"), norm)
         assert file.vector("norm").flags.writeable
         assert file.vector("bias").shape == (5,)
+        np.testing.assert_array_equal(file.vector("half"), half.reshape(24))
         matrix = file.matrix("half")
         assert not matrix.data.flags.writeable
         assert matrix.data.flags.aligned
@@ -93,9 +95,9 @@ def test_matrices_and_vectors(tmp_path):
         np.testing.assert_array_equal(stack.data, experts.reshape(6, 8))
         with pytest.raises(ModelFileError, match=r"norm has shape \[8\]; a matrix needs 2"):
             file.matrix("norm")
-        with pytest.raises(ModelFileError, match=r"half has shape \[3, 8\]; a vector needs 1"):
-            file.vector("half")
-        with pytest.raises(ModelFileError, match="no tensor missing among its 4"):
+        with pytest.raises(ModelFileError, match=r"q8_0\) has shape \[2, 32\]; a vector needs 1"):
+            file.vector("blocks")
+        with pytest.raises(ModelFileError, match="no tensor missing among its 5"):
             file.matrix("missing")
 
 

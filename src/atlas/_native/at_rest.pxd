@@ -8,4 +8,4 @@ cdef bint awaits_token(request_t *request) noexcept nogil
 cdef int set_drafts(
     RunningSet running, int64_t handle, const int32_t *tokens, int64_t count) except -1
 cdef int64_t fork(RunningSet running, int64_t handle, int32_t token, int64_t now_us) except -1
-cdef int rewind(RunningSet running, int64_t handle, int64_t position, bint has_snapshot) except -1
+cdef int rewind(RunningSet running, int64_t handle, int64_t position, int64_t state_len) except -1

@@ -3,7 +3,6 @@
 from libc.stdlib cimport realloc
 from libc.string cimport memcpy
 
-from atlas._native.plan cimport COPY_SLOT
 from atlas._native.request_table cimport RUNNING, WAITING, is_rebuildable
 from atlas._native.sequence cimport Sequence
 from atlas.errors import InvalidArgumentError, OutOfMemoryError, SequenceStateError
@@ -93,25 +92,29 @@ cdef int64_t fork(RunningSet running, int64_t handle, int32_t token, int64_t now
     child.planned_len = sequence.seq_len
     if running.slots.num_total:
         child.slot = <int32_t>running.slots.claim_for(child.handle)
-        running.pending.push(COPY_SLOT, child.handle, handle, parent.slot, child.slot, NULL, 0)
     running.insert(record)
     return child.handle
 
 
-cdef int rewind(RunningSet running, int64_t handle, int64_t position, bint has_snapshot) except -1:
+cdef int rewind(RunningSet running, int64_t handle, int64_t position, int64_t state_len) except -1:
     cdef request_t *request = at_rest(running, handle)
     cdef Sequence sequence = <Sequence>request.sequence
+    cdef int64_t kept = min(sequence.seq_len, position - 1)
     if not 1 <= position <= request.num_history:
         raise InvalidArgumentError(
             f"position is {position}; allowed: 1 … {request.num_history}")
-    if running.slots.num_total and not has_snapshot and position <= sequence.seq_len:
+    if state_len >= position:
+        raise InvalidArgumentError(f"state_len is {state_len}; allowed: 0 … {position - 1}")
+    if state_len >= 0:
+        kept = min(kept, state_len)
+    elif running.slots.num_total and kept < sequence.seq_len:
         raise SequenceStateError(
             f"the recurrent state stands at {sequence.seq_len} and there is no snapshot "
             f"for {position - 1}")
     request.num_history = position
     request.prompt_len = min(request.prompt_len, position)
     request.logits_len = min(request.logits_len, position - 1)
-    sequence.rewind_to(min(sequence.seq_len, position - 1))
+    sequence.rewind_to(kept)
     request.planned_len = sequence.seq_len
     request.num_drafts = 0
     running.num_releases += 1

@@ -11,4 +11,5 @@ def write_batch(
     cu_rows: NDArray[np.int32],
     block_tables: NDArray[np.int32],
     logits_rows: NDArray[np.int32],
+    state_slots: NDArray[np.int32] | None = None,
 ) -> None: ...

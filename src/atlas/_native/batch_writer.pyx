@@ -19,7 +19,7 @@ cdef int64_t most_blocks(Plan plan, request_t *records) noexcept nogil:
 cdef void fill(
         Plan plan, request_t *records, int32_t *token_ids, int32_t *positions, int32_t *slots,
         int32_t *cu_rows, int32_t *block_tables, int64_t table_stride,
-        int32_t *logits_rows) noexcept nogil:
+        int32_t *logits_rows, int32_t *state_slots) noexcept nogil:
     cdef int64_t i, j, row = 0, logits = 0
     cdef int32_t position
     cdef int32_t block_size = <int32_t>plan.block_size
@@ -44,12 +44,15 @@ cdef void fill(
             logits_rows[logits] = <int32_t>(row - entry.num_logits + j)
             logits += 1
         cu_rows[i + 1] = <int32_t>row
+        if state_slots != NULL:
+            state_slots[i] = entry.slot
 
 
 def write_batch(
         Plan plan not None, int32_t[::1] token_ids not None, int32_t[::1] positions not None,
         int32_t[::1] slots not None, int32_t[::1] cu_rows not None,
-        int32_t[:, ::1] block_tables not None, int32_t[::1] logits_rows not None):
+        int32_t[:, ::1] block_tables not None, int32_t[::1] logits_rows not None,
+        int32_t[::1] state_slots=None):
     """Write what ``run`` reads for ``plan``, between its plan and its commit.
 
     Parameters
@@ -64,6 +67,8 @@ def write_batch(
         Entries beyond a sequence's blocks are left as they were.
     logits_rows : int32 [≥ L]
         Rows that get logits, entry after entry.
+    state_slots : int32 [≥ N], optional
+        Recurrent slot of each sequence.
 
     Raises
     ------
@@ -83,7 +88,9 @@ def write_batch(
             ("cu_rows", cu_rows.shape[0], plan.num_seqs + 1),
             ("block_tables' rows", block_tables.shape[0], plan.num_seqs),
             ("block_tables' columns", block_tables.shape[1], widest),
-            ("logits_rows", logits_rows.shape[0], plan.num_logits)):
+            ("logits_rows", logits_rows.shape[0], plan.num_logits),
+            ("state_slots", plan.num_seqs if state_slots is None else state_slots.shape[0],
+             plan.num_seqs)):
         if have < need:
             raise InvalidArgumentError(f"{name} has {have} entries; the step needs {need}")
     if not plan.num_seqs:
@@ -93,4 +100,5 @@ def write_batch(
     with nogil:
         fill(plan, records, &token_ids[0], &positions[0], &slots[0], &cu_rows[0],
              &block_tables[0, 0], block_tables.shape[1],
-             &logits_rows[0] if logits_rows.shape[0] else NULL)
+             &logits_rows[0] if logits_rows.shape[0] else NULL,
+             &state_slots[0] if state_slots is not None else NULL)

@@ -10,7 +10,7 @@ cpdef enum EntryFlag:
     REPLAY = 4            # generated tokens absorbed again: nothing of them is emitted
     POLL_CALIBRATION = 8  # the engine calls lifecycle.poll_kv_calibration() after it
     NORMALIZE = 16        # ... and ssm.normalize(seq): another chunk follows
-    SNAPSHOT = 32         # the chunk ends at the tail split: keep the recurrent state
+    SNAPSHOT = 32         # the chunk ends where a snapshot of the recurrent state is wanted
     FIRST_CHUNK = 64
 
 cpdef enum ActionKind:
@@ -20,8 +20,7 @@ cpdef enum ActionKind:
     REQUEUE = 3           # nothing to move: blocks and slot were given up
     MOVE_SLOT = 4         # source -> target, whose last owner (other) is detached
     ZERO_SLOT = 5         # target starts empty
-    COPY_SLOT = 6         # source (of the request other) -> target
-    RESTORE_SNAPSHOT = 7  # snapshot other -> target
+    RESTORE_SNAPSHOT = 6  # snapshot other -> target
 
 cpdef enum FinishReason:
     LENGTH = 1            # max_tokens were emitted: found by commit

@@ -27,8 +27,7 @@ class ActionKind(IntEnum):
     REQUEUE = 3
     MOVE_SLOT = 4
     ZERO_SLOT = 5
-    COPY_SLOT = 6
-    RESTORE_SNAPSHOT = 7
+    RESTORE_SNAPSHOT = 6
 
 class FinishReason(IntEnum):
     LENGTH = 1

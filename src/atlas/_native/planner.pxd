@@ -42,5 +42,6 @@ cdef class Planner:
                             int64_t rows) noexcept nogil
     cdef int64_t chunk_end(self, request_t *request, int64_t room) noexcept nogil
     cdef int64_t tail_split(self, request_t *request) noexcept nogil
+    cdef int64_t branch_split(self, request_t *request) noexcept nogil
     cdef void withdraw(self, Plan plan) noexcept nogil
     cdef void finish_rows(self, Plan plan) noexcept nogil

@@ -183,7 +183,8 @@ cdef class Planner:
         entry.flags |= LAST_CHUNK if last else NORMALIZE
         entry.flags |= SAMPLES if samples else 0
         entry.flags |= FIRST_CHUNK if entry.start == request.matched_len else 0
-        entry.flags |= SNAPSHOT if end == self.tail_split(request) else 0
+        if end == self.tail_split(request) or end == self.branch_split(request):
+            entry.flags |= SNAPSHOT
         entry.num_logits = <int32_t>num_logits
         plan.num_logits += num_logits
         return True
@@ -243,16 +244,27 @@ cdef class Planner:
         tail = (request.prompt_len - 1) // self.tail_unit * self.tail_unit
         return tail if tail > request.matched_len else 0
 
+    cdef int64_t branch_split(self, request_t *request) noexcept nogil:
+        """Where other prompts may leave this one's way, as far as is known; 0 = nowhere."""
+        cdef int64_t branch
+        if not self.tail_unit:
+            return 0
+        branch = request.branch_len // self.tail_unit * self.tail_unit
+        return branch if branch > request.matched_len else 0
+
     cdef int64_t chunk_end(self, request_t *request, int64_t room) noexcept nogil:
         """Where a chunk of at most ``room`` rows may end; its start when it may not."""
         cdef int64_t start = request.planned_len
-        cdef int64_t end, tail
+        cdef int64_t end, tail, branch
         if self.running.limits.single_chunk:
             return request.prompt_len if request.prompt_len - start <= room else start
         end = min(request.prompt_len, start + min(room, self.chunk_tokens))
         tail = self.tail_split(request)
+        branch = self.branch_split(request)
         if start < tail < end:
             end = tail
+        if start < branch < end:
+            end = branch
         if end < request.prompt_len // self.chunk_unit * self.chunk_unit:
             end = end // self.chunk_unit * self.chunk_unit
         return max(start, end)

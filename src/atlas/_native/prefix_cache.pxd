@@ -16,6 +16,7 @@ cdef enum miss_reason:
 cdef struct prefix_match:
     int32_t node            # the deepest one matched, or NONE
     int64_t num_blocks
+    int64_t num_cached      # blocks on the way, those behind the snapshot included
     int64_t exact_tokens    # fewer than matched: what is computed next is not exact
     int32_t snapshot_node   # of the deepest usable snapshot, or NONE
     int64_t snapshot_tokens
@@ -30,6 +31,7 @@ cdef class PrefixCache(RadixTree):
     cdef readonly int64_t evicted_blocks
     cdef readonly int64_t upgraded_blocks
     cdef int64_t _misses[NUM_MISS_REASONS]
+    cdef int64_t _snapshot_floor        # value of the snapshot evicted last
     cdef int32_t _newest_snapshot       # nodes
     cdef int32_t _oldest_snapshot
     cdef int32_t *_orphans              # ids of snapshots whose nodes were evicted
@@ -54,5 +56,6 @@ cdef class PrefixCache(RadixTree):
     cdef void _link_snapshot(self, int32_t node) noexcept nogil
     cdef void _unlink_snapshot(self, int32_t node) noexcept nogil
     cdef int32_t _take_snapshot(self, int32_t node) noexcept nogil
+    cdef int64_t _snapshot_value(self, int32_t node) noexcept nogil
     cdef int32_t _labelled_node(self, const int32_t[::1] tokens, int64_t num_tokens,
                                 uint64_t seed) except -2

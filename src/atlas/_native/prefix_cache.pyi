@@ -20,6 +20,7 @@ class PrefixMatch:
     exact_tokens: int
     snapshot_id: int | None
     snapshot_tokens: int
+    cached_tokens: int
     reason: MissReason
 
 class PrefixCache(RadixTree):

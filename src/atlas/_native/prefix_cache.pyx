@@ -41,12 +41,14 @@ cdef class PrefixMatch:
     cdef readonly int64_t exact_tokens
     cdef readonly object snapshot_id
     cdef readonly int64_t snapshot_tokens
+    cdef readonly int64_t cached_tokens
     cdef readonly object reason
 
     def __repr__(self):
         return (f"PrefixMatch(num_tokens={self.num_tokens}, blocks={self.blocks.tolist()}, "
                 f"exact_tokens={self.exact_tokens}, snapshot_id={self.snapshot_id}, "
-                f"snapshot_tokens={self.snapshot_tokens}, reason={self.reason.name})")
+                f"snapshot_tokens={self.snapshot_tokens}, cached_tokens={self.cached_tokens}, "
+                f"reason={self.reason.name})")
 
 
 @cython.no_gc
@@ -107,6 +109,7 @@ cdef class PrefixCache(RadixTree):
                 and self._nodes[found.snapshot_node].snapshot_generated):
             # Its blocks may be exact, but what is computed next is not: it counts as fewer.
             found.exact_tokens = min(found.exact_tokens, found.snapshot_tokens - self.block_size)
+        found.num_cached = found.num_blocks
         if self.recurrent and found.snapshot_tokens < found.num_blocks * self.block_size:
             found.node = found.snapshot_node
             found.num_blocks = found.snapshot_tokens // self.block_size
@@ -151,7 +154,8 @@ cdef class PrefixCache(RadixTree):
             matched if anything generated is among what was found: then what is computed next is
             not exact either, and the caller inserts with no greater ``prompt_len``;
             ``snapshot_id`` (or None) and ``snapshot_tokens`` of the deepest usable recurrent
-            snapshot; ``reason``, a ``MissReason``.
+            snapshot; ``cached_tokens``, more than matched where no snapshot reaches so far;
+            ``reason``, a ``MissReason``.
         """
         cdef prefix_match found
         cdef uint32_t[::1] blocks
@@ -166,6 +170,7 @@ cdef class PrefixCache(RadixTree):
         if found.snapshot_node != NONE:
             result.snapshot_id = self._nodes[found.snapshot_node].snapshot
         result.snapshot_tokens = found.snapshot_tokens
+        result.cached_tokens = found.num_cached * self.block_size
         result.reason = MissReason(found.reason)
         self.claim(&found, &blocks[0])
         return result
@@ -367,6 +372,7 @@ cdef class PrefixCache(RadixTree):
     # -- snapshots of recurrent state -------------------------------------------------------
 
     cdef void _link_snapshot(self, int32_t node) noexcept nogil:
+        self._nodes[node].snapshot_base = self._snapshot_floor
         self._nodes[node].newer = NONE
         self._nodes[node].older = self._newest_snapshot
         if self._newest_snapshot == NONE:
@@ -460,12 +466,42 @@ cdef class PrefixCache(RadixTree):
             return None
         return self._take_snapshot(node)
 
+    cdef int64_t _snapshot_value(self, int32_t node) noexcept nogil:
+        """Tokens that only this snapshot saves from running again, counted from its base."""
+        cdef int64_t num_blocks = 1
+        cdef int32_t above = self._nodes[node].parent
+        while above != NONE and self._nodes[above].snapshot == NONE:
+            num_blocks += 1
+            above = self._nodes[above].parent
+        return self._nodes[node].snapshot_base + num_blocks * self.block_size
+
     cdef int32_t evict_snapshot(self) noexcept nogil:
-        """Part with the snapshot matched or attached longest ago: its id, or NONE."""
-        return NONE if self._oldest_snapshot == NONE else self._take_snapshot(self._oldest_snapshot)
+        """Part with the snapshot of least value: its id, or NONE."""
+        cdef int32_t node = self._oldest_snapshot, least = NONE
+        cdef int64_t value, least_value = 0
+        while node != NONE:
+            value = self._snapshot_value(node)
+            if least == NONE or value < least_value:
+                least = node
+                least_value = value
+            node = self._nodes[node].newer
+        if least == NONE:
+            return NONE
+        self._snapshot_floor = least_value
+        return self._take_snapshot(least)
 
     def evict_snapshots(self, int64_t count):
-        """Up to ``count`` snapshot ids for the caller to free, least recently matched first."""
+        """Up to ``count`` snapshot ids for the caller to free, those of least value first.
+
+        All snapshots take equal room, so value per byte is value: the tokens between a snapshot
+        and the one above it, which only it saves from running again. It is counted from the value
+        of what was evicted last when it was attached or matched, so that what is not used ages.
+        Equal values go by recency.
+
+        Source
+        ------
+        Cao & Irani, "Cost-Aware WWW Proxy Caching Algorithms" (1997): GreedyDual-Size.
+        """
         if count < 0:
             raise InvalidArgumentError(f"count is {count}; allowed: 0 or more")
         return [self.evict_snapshot() for _ in range(min(count, self.num_snapshots))]

@@ -14,6 +14,7 @@ cdef struct radix_node:
     int32_t parent          # NONE: its block starts at position 0
     int32_t num_children
     uint32_t block
+    int64_t snapshot_base   # what its value is counted from
     int32_t snapshot        # id of a recurrent snapshot, or NONE
     int32_t newer           # neighbours by recency among the nodes that own a snapshot
     int32_t older

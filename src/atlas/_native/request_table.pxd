@@ -25,6 +25,7 @@ cdef struct request_t:
     int64_t reserved_len    # positions that admission reserved, as accounting
     int64_t matched_len     # tokens found in the prefix cache
     int64_t exact_len       # those of them that owe nothing to a step token
+    int64_t branch_len      # where its cached blocks end, if no snapshot reached so far; else 0
     int64_t logits_len      # with all_logits: prompt rows whose logits were delivered
     int64_t arrival         # number of its submission
     int64_t admission       # number of its latest admission

@@ -169,7 +169,10 @@ cdef class RunningSet:
         usable = match.num_tokens
         request.exact_len = match.exact_tokens
         request.match_reason = int(match.reason)
+        request.branch_len = 0
         if self.slots.num_total:
+            if match.cached_tokens > match.snapshot_tokens:
+                request.branch_len = match.cached_tokens
             usable = min(usable, <int64_t>match.snapshot_tokens)
             request.snapshot = <int32_t>match.snapshot_id if usable else -1
         blocks = match.blocks

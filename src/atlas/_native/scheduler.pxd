@@ -20,6 +20,7 @@ cdef class Scheduler:
     cdef readonly int64_t num_outstanding
     cdef readonly bint closed
     cdef bint rollback_unsupported
+    cdef bint compact_slots        # keep slots 0 … N - 1 in use
     cdef int64_t num_added
 
     cdef int64_t enter(

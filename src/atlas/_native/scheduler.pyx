@@ -76,11 +76,14 @@ cdef class Scheduler:
         Whether prompts may match cached blocks that step tokens made.
     chunk_unit, tail_unit : int
         Non-last chunks end at multiples of ``chunk_unit`` or after the last one (1 = anywhere).
-        Above 0, a chunk ends at ⌊(n − 1) / tail_unit⌋ · tail_unit of n prompt tokens.
+        Above 0, a chunk ends at ⌊(n − 1) / tail_unit⌋ · tail_unit of n prompt tokens, and where
+        more of the prompt is cached than a snapshot reaches.
     single_chunk, one_at_a_time, separate : bool
         The model's ``requires_single_chunk``, ``hc_mult > 0`` and ``experts.is_parallel``.
     rollback_unsupported : bool
         Recurrent state that no snapshot restores: ``rewind`` is refused.
+    compact_slots : bool
+        Keep slots 0 … N - 1 in use, by MOVE_SLOT actions: for kernels that cannot look slots up.
     can_batch : callable, optional
         ``verify.can_batch``: asked with the rows of each sequence when a step has drafts.
     rungs : tuple of int
@@ -95,7 +98,8 @@ cdef class Scheduler:
             int64_t immune_tokens=64, int64_t aging_us=0, int64_t token_deadline_us=0,
             bint spill=False, bint reuse_generated=True, int64_t chunk_unit=1,
             int64_t tail_unit=0, bint single_chunk=False, bint one_at_a_time=False,
-            bint separate=False, bint rollback_unsupported=False, can_batch=None, rungs=()):
+            bint separate=False, bint rollback_unsupported=False, bint compact_slots=True,
+            can_batch=None, rungs=()):
         cdef int64_t most = 1 if one_at_a_time else max_running
         cdef RunningSet running
         cdef Planner planner
@@ -115,6 +119,7 @@ cdef class Scheduler:
         at_least("max_step_tokens", max_step_tokens, most + chunk_unit)
         self.depth = depth
         self.rollback_unsupported = rollback_unsupported
+        self.compact_slots = compact_slots
         self._can_batch = can_batch
         self._rungs = tuple(rungs)
         self._todo = <int32_t *>malloc(most * sizeof(int32_t))
@@ -333,9 +338,9 @@ cdef class Scheduler:
     def fork(self, int64_t handle, int32_t token, *, int64_t now_us=0):
         """A second request that stands where ``handle`` stands, but with ``token`` last.
 
-        Blocks are shared and copied when one of the two first writes; recurrent state is copied
-        by the next plan's first actions. When no place is free to run, the copy waits in front
-        and is rebuilt from its tokens. Returns the new handle.
+        Blocks are shared and copied when one of the two first writes. Recurrent state the caller
+        copies at once, from ``slot(handle)`` to the new one's. When no place is free to run, the
+        new one waits in front and is rebuilt from its tokens. Returns its handle.
 
         Raises
         ------
@@ -346,11 +351,12 @@ cdef class Scheduler:
         """
         return at_rest.fork(self.running, handle, token, now_us)
 
-    def rewind(self, int64_t handle, int64_t position, *, bint has_snapshot=False):
+    def rewind(self, int64_t handle, int64_t position, *, state_len=None):
         """Drop a running request's tokens from ``position`` on; the next one is made anew.
 
-        Position ``position - 1`` runs again for its logits. ``has_snapshot`` says that the
-        caller restores recurrent state absorbed up to there.
+        Position ``position - 1`` runs again for its logits. ``state_len`` says that the caller
+        puts recurrent state back, before the next plan, which absorbed so many tokens: those
+        from there to ``position - 1`` run again too, into blocks of their own.
 
         Raises
         ------
@@ -359,11 +365,14 @@ cdef class Scheduler:
         SequenceStateError
             Recurrent state without a snapshot for it; rows in flight; not running.
         InvalidArgumentError
-            Outside 1 … the number of tokens.
+            ``position`` outside 1 … the number of tokens, ``state_len`` outside 0 …
+            ``position - 1``.
         """
         if self.rollback_unsupported:
             raise CapabilityError("this model keeps state that no snapshot restores: no rewind")
-        at_rest.rewind(self.running, handle, position, has_snapshot)
+        if state_len is not None:
+            at_least("state_len", state_len, 0)
+        at_rest.rewind(self.running, handle, position, -1 if state_len is None else state_len)
 
     # -- plan ---------------------------------------------------------------------------------
 
@@ -390,7 +399,7 @@ cdef class Scheduler:
         plan.one_by_one = False
         try:
             self.planner.fill(plan, self.num_outstanding == 0, now_us)
-            if running.slots.num_total:
+            if self.compact_slots:
                 running.compact()
             if self._can_batch is not None and plan.num_rows > plan.num_seqs:
                 self.ask_can_batch(plan)

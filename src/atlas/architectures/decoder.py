@@ -12,17 +12,21 @@ from typing import Any, Literal
 
 import numpy as np
 
-from atlas.architectures.weight_names import is_sparse
+from atlas.architectures.weight_names import is_sensitive
 from atlas.backends.backend import Runtime
-from atlas.cache.kv import KvPools
-from atlas.config import ModelConfig
+from atlas.cache.kv import BLOCK_SIZE, KvPools
+from atlas.cache.recurrent import RecurrentPools
+from atlas.config import LayerKind, ModelConfig
 from atlas.errors import InvalidArgumentError
 from atlas.layers.attention import Attention
+from atlas.layers.gated_delta import GatedDelta
 from atlas.layers.linear import Projection
+from atlas.layers.mamba2 import Mamba2
 from atlas.layers.mlp import Mlp
-from atlas.layers.moe import Moe
+from atlas.layers.moe import Latent, Moe, SharedExpert
+from atlas.layers.mtp import MtpHead
 from atlas.layers.network import Block, Network
-from atlas.layers.rope import rope_table
+from atlas.layers.rope import no_rotation, rope_table
 from atlas.layers.step import Array
 from atlas.ops.blocks import FORMATS, HostMatrix, dequantize, quantize
 from atlas.weights.checkpoint import Checkpoint
@@ -39,6 +43,8 @@ class NetworkBuilder:
     ----------
     checkpoint : Checkpoint
     pools : KvPools
+    recurrent : RecurrentPools, optional
+        Of a model with recurrent layers.
     runtime : Runtime
         ``pack(matrices, groups)`` repacks weights for the backend, ``place(values)`` puts a float32
         array where its kernels read.
@@ -49,13 +55,14 @@ class NetworkBuilder:
     widen : bool
         Dequantise every matrix to float32.
     quantize : str, optional
-        Quantise the file's float matrices (the routers excepted).
+        Quantise the file's float matrices, those that ``is_sensitive`` names excepted.
     on_progress : callable, optional
         Called with the file's bytes of each weight just loaded, or found in memory.
     """
 
     checkpoint: Checkpoint
     pools: KvPools
+    recurrent: RecurrentPools | None
     runtime: Runtime
     weights: PackedWeights
     max_seq_len: int
@@ -76,9 +83,8 @@ class NetworkBuilder:
         tables = self._rope_tables(config)
         blocks: list[Block] = []
         for i in range(config.num_layers):
-            blocks.append(self._attention(config, i, tables))
-            sparse = is_sparse(config, i)
-            blocks.append(self._moe(config, i) if sparse else self._mlp(config, i))
+            for kind in config.layer_blocks(i):
+                blocks.append(self._block(config, kind, i, tables))
         head = embedding if config.tie_embeddings else self._packed(["head"])
         return Network(
             weights=self.weights,
@@ -89,7 +95,45 @@ class NetworkBuilder:
             norm_eps=config.norm_eps,
             head=Projection((head,)),
             final_softcap=config.final_softcap,
+            mtp=self._mtp(config, tables) if config.mtp_kinds else None,
         )
+
+    def _block(
+        self, config: ModelConfig, kind: LayerKind, i: int, tables: dict[bool, Array]
+    ) -> Block:
+        prefix = f"layers.{i}."
+        if kind == "attention":
+            window = config.windows[i]
+            place = config.attention_layers.index(i)
+            pools = self.pools.keys[place], self.pools.values[place]
+            return self._attention(config, prefix, tables[window is not None], window, pools)
+        if kind == "gated_delta":
+            return self._gated_delta(config, i)
+        if kind == "mamba2":
+            return self._mamba2(config, i)
+        return self._moe(config, prefix) if kind == "moe" else self._mlp(config, prefix)
+
+    def _mtp(self, config: ModelConfig, tables: dict[bool, Array]) -> MtpHead:
+        norms = [self._vector(f"mtp.{name}_norm") for name in ("embedding", "hidden")]
+        inputs = self._projection(["mtp.in_proj"], None)
+        blocks: list[Block] = []
+        heads, dim = config.num_kv_heads, config.head_dim
+        dtype = self.pools.keys[0].dtype if self.pools.keys else np.dtype(np.float32)
+        for i in range(len(config.mtp_kinds)):
+            prefix = f"mtp.layers.{i}."
+            for kind in config.mtp_blocks(i):
+                if kind == "attention":
+                    pools = (
+                        np.empty((0, heads, dim, BLOCK_SIZE), dtype),
+                        np.empty((0, heads, BLOCK_SIZE, dim), dtype),
+                    )
+                    block: Block = self._attention(config, prefix, tables[False], None, pools)
+                elif kind == "moe":
+                    block = self._moe(config, prefix)
+                else:
+                    block = self._mlp(config, prefix)
+                blocks.append(block)
+        return MtpHead(norms[0], norms[1], inputs, tuple(blocks), self._vector("mtp.final_norm"))
 
     def _require_float_weights(self, format: str) -> None:
         stored = {
@@ -103,6 +147,9 @@ class NetworkBuilder:
 
     def _rope_tables(self, config: ModelConfig) -> dict[bool, Array]:
         """The table of layers without and with a window."""
+        if not config.rotary:
+            none = self.runtime.place(no_rotation(self.max_seq_len))
+            return {False: none, True: none}
         plain = rope_table(config.rope, config.head_dim, self.max_seq_len)
         plain = self.runtime.place(plain)
         if config.rope_local is None:
@@ -110,67 +157,154 @@ class NetworkBuilder:
         local = rope_table(config.rope_local, config.head_dim, self.max_seq_len)
         return {False: plain, True: self.runtime.place(local)}
 
-    def _attention(self, config: ModelConfig, i: int, tables: dict[bool, Array]) -> Attention:
-        prefix = f"layers.{i}."
+    def _attention(
+        self,
+        config: ModelConfig,
+        prefix: str,
+        table: Array,
+        window: int | None,
+        pools: tuple[Array, Array],
+    ) -> Attention:
+        parts = ["q", "k", "v", "q_gate"] if config.attention_gate else ["q", "k", "v"]
         qkv_bias = None
         if config.qkv_bias:
-            qkv_bias = self._vectors([prefix + f"{name}_bias" for name in "qkv"])
+            qkv_bias = self._vectors([f"{prefix}{name}_bias" for name in parts])
         return Attention(
             norm=self._vector(prefix + "attention_norm"),
-            qkv=self._projection([prefix + f"{name}_proj" for name in "qkv"], qkv_bias),
+            qkv=self._projection([f"{prefix}{name}_proj" for name in parts], qkv_bias),
             output=self._projection(
                 [prefix + "o_proj"], self._vector(prefix + "o_bias") if config.output_bias else None
             ),
-            rope_table=tables[config.windows[i] is not None],
-            k_pool=self.pools.keys[i],
-            v_pool=self.pools.values[i],
+            rope_table=table,
+            k_pool=pools[0],
+            v_pool=pools[1],
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             scale=config.attention_scale,
             norm_eps=config.norm_eps,
-            window=config.windows[i],
+            window=window,
             softcap=config.attention_softcap,
             q_norm=self._vector(prefix + "q_norm") if config.qk_norm else None,
             k_norm=self._vector(prefix + "k_norm") if config.qk_norm else None,
             post_norm=self._vector(prefix + "post_attention_norm") if config.post_norms else None,
+            is_gated=config.attention_gate,
         )
 
-    def _mlp(self, config: ModelConfig, i: int) -> Mlp:
+    def _gated_delta(self, config: ModelConfig, i: int) -> GatedDelta:
+        assert config.gated_delta is not None
         prefix = f"layers.{i}."
+        inputs = [f"{prefix}delta.{name}_proj" for name in "qkvzba"]
+        return GatedDelta(
+            norm=self._vector(prefix + "mixer_norm"),
+            inputs=self._projection(inputs, None),
+            conv_weight=self._taps(prefix + "delta.conv", config.gated_delta.conv_size),
+            decay_log=self._vector(prefix + "delta.decay_log"),
+            dt_bias=self._vector(prefix + "delta.dt_bias"),
+            gated_norm=self._vector(prefix + "delta.gated_norm"),
+            output=self._projection([prefix + "delta.out_proj"], None),
+            sizes=config.gated_delta,
+            norm_eps=config.norm_eps,
+            **self._recurrent_pools(config, i),
+        )
+
+    def _mamba2(self, config: ModelConfig, i: int) -> Mamba2:
+        assert config.mamba2 is not None
+        prefix, sizes = f"layers.{i}.mamba.", config.mamba2
+        biases = {
+            name: self._vector(prefix + name) if sizes.projection_bias else None
+            for name in ("in_bias", "out_bias")
+        }
+        return Mamba2(
+            norm=self._vector(f"layers.{i}.mixer_norm"),
+            inputs=self._projection([prefix + "in_proj"], biases["in_bias"]),
+            conv_weight=self._taps(prefix + "conv", sizes.conv_size),
+            conv_bias=self._vector(prefix + "conv_bias") if sizes.conv_bias else None,
+            decay_log=self._vector(prefix + "decay_log"),
+            d=self._vector(prefix + "d"),
+            dt_bias=self._vector(prefix + "dt_bias"),
+            gated_norm=self._vector(prefix + "gated_norm"),
+            output=self._projection([prefix + "out_proj"], biases["out_bias"]),
+            sizes=sizes,
+            norm_eps=config.norm_eps,
+            **self._recurrent_pools(config, i),
+        )
+
+    def _recurrent_pools(self, config: ModelConfig, i: int) -> dict[str, Array]:
+        assert self.recurrent is not None
+        place = config.recurrent_layers.index(i)
+        return {
+            "states": self.recurrent.states[place],
+            "tails": self.recurrent.tails[place],
+            "kept_inputs": self.recurrent.kept_inputs[place],
+        }
+
+    def _mlp(self, config: ModelConfig, prefix: str) -> Mlp:
         gate_up_bias = down_bias = None
         if config.mlp_bias:
-            gate_up_bias = self._vectors([prefix + "gate_bias", prefix + "up_bias"])
+            names = ("gate_bias", "up_bias") if config.has_mlp_gate else ("up_bias",)
+            gate_up_bias = self._vectors([prefix + name for name in names])
             down_bias = self._vector(prefix + "down_bias")
         return Mlp(
             norm=self._vector(prefix + "mlp_norm"),
-            gate_up=self._projection([prefix + "gate_proj", prefix + "up_proj"], gate_up_bias),
+            gate_up=self._projection(self._widening(config, prefix), gate_up_bias),
             down=self._projection([prefix + "down_proj"], down_bias),
             activation=config.activation,
             norm_eps=config.norm_eps,
             post_norm=self._vector(prefix + "post_mlp_norm") if config.post_norms else None,
         )
 
-    def _moe(self, config: ModelConfig, i: int) -> Moe:
+    def _moe(self, config: ModelConfig, prefix: str) -> Moe:
         assert config.moe is not None
-        prefix = f"layers.{i}."
-        experts = [prefix + f"experts.{name}_proj" for name in ("gate", "up", "down")]
+        moe = config.moe
+        shared = latent = None
+        norm = self._vector(prefix + "mlp_norm")
+        router = self._projection([prefix + "router"], None)
+        bias = self._vector(prefix + "router_bias") if moe.selection_bias else None
+        gate_up = self._packed(self._widening(config, prefix + "experts."), moe.num_experts)
+        down = self._packed([prefix + "experts.down_proj"], moe.num_experts)
+        if moe.shared_size:
+            shared = SharedExpert(
+                gate_up=self._projection(self._widening(config, prefix + "shared."), None),
+                down=self._projection([prefix + "shared.down_proj"], None),
+                router=self._projection([prefix + "shared.router"], None)
+                if moe.shared_gate
+                else None,
+            )
+        if moe.latent_size:
+            latent = Latent(
+                inward=self._projection([prefix + "latent.in_proj"], None),
+                outward=self._projection([prefix + "latent.out_proj"], None),
+            )
         return Moe(
-            norm=self._vector(prefix + "mlp_norm"),
-            router=self._projection([prefix + "router"], None),
-            gate_up=self._packed(experts[:2], config.moe.num_experts),
-            down=self._packed(experts[2:], config.moe.num_experts),
+            norm=norm,
+            router=router,
+            router_bias=bias,
+            gate_up=gate_up,
+            down=down,
             activation=config.activation,
-            normalize_top_k=config.moe.normalize_top_k,
+            sizes=moe,
             norm_eps=config.norm_eps,
+            shared=shared,
+            latent=latent,
         )
+
+    def _widening(self, config: ModelConfig, prefix: str) -> list[str]:
+        """Names of a feed-forward's first projections."""
+        names = ("gate_proj", "up_proj") if config.has_mlp_gate else ("up_proj",)
+        return [prefix + name for name in names]
 
     def _projection(self, names: list[str], bias: Array | None) -> Projection:
         """Stack neighbours of one format into one matrix."""
         stored = self.checkpoint.weight_formats()
+
+        def same(first: str, second: str) -> bool:
+            quantised_alike = is_sensitive(first) == is_sensitive(second)
+            return stored[first] == stored[second] and (quantised_alike or not self.quantize)
+
         runs: list[list[str]] = []
         for name in names:
-            if runs and stored[runs[-1][0]] == stored[name]:
+            if runs and same(runs[-1][0], name):
                 runs[-1].append(name)
             else:
                 runs.append([name])
@@ -196,7 +330,7 @@ class NetworkBuilder:
         if self.widen:
             return _as_f32(matrix)
         is_float = not FORMATS[matrix.format].is_quantized
-        if self.quantize is not None and is_float and not name.endswith("router"):
+        if self.quantize is not None and is_float and not is_sensitive(name):
             return quantize(matrix, self.quantize)
         return matrix
 
@@ -221,6 +355,12 @@ class NetworkBuilder:
         self._report(name)
         vector: Array = held[name]
         return vector
+
+    def _taps(self, name: str, channels: int) -> Array:
+        """A convolution's taps [W, C], the oldest input's first."""
+        taps = self._host_vector(name).reshape(channels, -1).T
+        placed: Array = self.runtime.place(np.ascontiguousarray(taps))
+        return placed
 
     def _report(self, name: str) -> None:
         if self.on_progress is not None:

@@ -8,83 +8,9 @@ the Hugging Face config classes, since config.json may omit a value that equals 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from atlas.config import Activation
-from atlas.errors import UnsupportedModelError
-
-Bias = Literal["none", "qkv", "option"]
-Windows = Literal["none", "every", "every_if_enabled", "tail", "alternating"]
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One architecture.
-
-    Parameters
-    ----------
-    name : str
-        Our name of it, ``ModelConfig.architecture``; also ``model_type`` in config.json unless
-        `model_type` says otherwise.
-    huggingface_class : str
-        The entry of ``architectures`` in config.json.
-    gguf_name : str
-        ``general.architecture`` in a GGUF file. Mistral files say ``llama``.
-    defaults : mapping
-        Defaults of config.json's options.
-    bias : {"none", "qkv", "option"}
-        Biases of the attention projections: never, always on q, k and v, or on all four where
-        ``attention_bias`` is set.
-    mlp_bias : bool
-        Whether ``mlp_bias`` is an option.
-    qk_norm : bool
-        RMSNorm of every query and key head.
-    windows : str
-        Which layers have a sliding window: ``none``; ``every``; ``every_if_enabled`` by
-        ``use_sliding_window``; ``tail``: from ``max_window_layers`` on, if enabled;
-        ``alternating``: all but every n-th layer. ``layer_types`` overrides the last two.
-    window_period : int
-        ``alternating``: the n above, unless the file says otherwise.
-    gemma : bool
-        Norms multiply by 1 + w and also follow attention and MLP; embeddings are scaled by
-        sqrt(hidden_size); the attention scale is an option; gelu.
-    attention_softcap : bool
-        Whether the architecture caps attention scores.
-    moe : bool
-        Sparse feed-forward layers.
-    rows_interleaved_in_gguf : bool
-        GGUF stores the rows of q and k for interleaved RoPE.
-    neutral : mapping of str to tuple
-        Options that must be absent or hold one of these values.
-    """
-
-    name: str
-    huggingface_class: str
-    gguf_name: str
-    defaults: Mapping[str, Any]
-    model_type: str = ""
-    bias: Bias = "none"
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    windows: Windows = "none"
-    window_period: int = 0
-    gemma: bool = False
-    attention_softcap: bool = False
-    moe: bool = False
-    rows_interleaved_in_gguf: bool = False
-    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-
-    @property
-    def activation_key(self) -> str:
-        """The option of config.json that names the activation."""
-        return "hidden_activation" if self.gemma else "hidden_act"
-
-    @property
-    def activation(self) -> Activation:
-        """The activation where the file does not say."""
-        return "gelu_tanh" if self.gemma else "silu"
-
+from atlas.architectures.family import Family
 
 _LLAMA_DEFAULTS = {
     "max_position_embeddings": 2048,
@@ -111,7 +37,7 @@ _GEMMA_DEFAULTS = {
 }
 _CAUSAL: Mapping[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False,)}
 
-FAMILIES: tuple[Family, ...] = (
+DENSE: tuple[Family, ...] = (
     Family(
         "llama",
         "LlamaForCausalLM",
@@ -191,48 +117,3 @@ FAMILIES: tuple[Family, ...] = (
         neutral={**_CAUSAL, "attn_logit_softcapping": ()},
     ),
 )
-
-_BY_MODEL_TYPE = {family.model_type or family.name: family for family in FAMILIES}
-# The first of a GGUF name: Mistral files say llama.
-_BY_GGUF_NAME = {family.gguf_name: family for family in reversed(FAMILIES)}
-_BY_NAME = {family.name: family for family in FAMILIES}
-
-
-def supported() -> tuple[str, ...]:
-    """Names of the supported architectures."""
-    return tuple(_BY_NAME)
-
-
-def family_named(name: str) -> Family:
-    """The row of a ModelConfig's ``architecture``."""
-    return _BY_NAME[name]
-
-
-def family_of_huggingface(model_type: str, classes: list[str], origin: str) -> Family:
-    """The row for config.json's ``model_type`` and ``architectures``.
-
-    Raises
-    ------
-    UnsupportedModelError
-        Neither is known, or the class is not the one that generates text (a classifier, a
-        multimodal model).
-    """
-    family = _BY_MODEL_TYPE.get(model_type)
-    if family is None or (classes and family.huggingface_class not in classes):
-        kinds = ", ".join(f"{row.huggingface_class} ({key})" for key, row in _BY_MODEL_TYPE.items())
-        raise UnsupportedModelError(
-            f"{origin}: architecture {', '.join(classes) or 'unnamed'} (model_type "
-            f"{model_type[:64]!r}) is not supported; supported: {kinds}"
-        )
-    return family
-
-
-def family_of_gguf(name: str, origin: str) -> Family:
-    """The row for ``general.architecture``; UnsupportedModelError if there is none."""
-    family = _BY_GGUF_NAME.get(name)
-    if family is None:
-        raise UnsupportedModelError(
-            f"{origin}: general.architecture {name[:64]!r} is not supported; "
-            f"supported: {', '.join(sorted(_BY_GGUF_NAME))}"
-        )
-    return family

@@ -8,24 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from atlas.architectures.dense import Family, family_of_gguf
-from atlas.architectures.huggingface_config import MAX_EXPERTS, MAX_LAYERS, read_head_dim
+from atlas.architectures.families import family_of_gguf
+from atlas.architectures.family import Family
+from atlas.architectures.gguf_hybrid import GGUF_READERS
+from atlas.architectures.huggingface_options import MAX_EXPERTS, MAX_LAYERS, read_head_dim
 from atlas.architectures.options import Options
 from atlas.architectures.rope_options import rope_from_gguf
+from atlas.architectures.weight_sources import Tensors
 from atlas.config import ModelConfig, MoeConfig, RopeConfig
 from atlas.errors import ModelFileError
-
-
-class Shaped(Protocol):
-    """A tensor of the file; `shape` is row-major."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-Tensors = Mapping[str, Shaped]
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -37,6 +30,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
     "pooling_type": (0,),
+}
+_NEUTRAL_DENSE: dict[str, tuple[Any, ...]] = {
     "expert_shared_count": (0,),
     "expert_gating_func": (0, 1),  # softmax
     "expert_weights_scale": (0.0, 1.0),
@@ -46,6 +41,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _HARMLESS = {
     "vocab_size", "tensor_data_layout", "use_parallel_residual", "rope.scaling.finetuned",
     "expert_group_used_count",
+}  # fmt: skip
+# The converter writes these for models whose attention does not rotate, and for dense ones.
+_HARMLESS_HYBRID = {
+    "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "expert_used_count",
+    "expert_count", "expert_shared_count",
 }  # fmt: skip
 # Layer counts of the 27B models, whose attention scale is the mean head size, not head_dim.
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
@@ -89,10 +89,25 @@ def config_from_gguf(
         f"{name}.",
     )
     options.require_neutral(_NEUTRAL)
+    vocab_size = _vocab_size(tensors, options)
+    read = GGUF_READERS.get(family.name, _read_dense)
+    config = replace(
+        read(options, family, tensors, vocab_size),
+        bos_token_id=general.optional_integer(
+            "tokenizer.ggml.bos_token_id", low=0, high=vocab_size - 1
+        ),
+        eos_token_ids=_eos(general, vocab_size),
+    )
+    harmless = _HARMLESS | (_HARMLESS_HYBRID if family.recurrent else set())
+    return config, tuple(f"{name}.{key}" for key in options.unread() if key not in harmless)
+
+
+def _read_dense(options: Options, family: Family, tensors: Tensors, vocab_size: int) -> ModelConfig:
+    """A decoder whose layers all attend."""
+    options.require_neutral(_NEUTRAL_DENSE)
     if not family.moe:
         options.require_neutral({"expert_count": (0,), "expert_used_count": (0,)})
 
-    vocab_size = _vocab_size(tensors, options)
     hidden_size = options.integer("embedding_length")
     num_layers = options.integer("block_count", high=MAX_LAYERS)
     num_heads = options.integer("attention.head_count")
@@ -101,7 +116,7 @@ def config_from_gguf(
     options.require_neutral({"attention.value_length": (head_dim,)})
     window = options.optional_integer("attention.sliding_window", low=0) or None
     rope = rope_from_gguf(options, head_dim, max_seq_len)
-    result = ModelConfig(
+    return ModelConfig(
         architecture=family.name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -128,12 +143,7 @@ def config_from_gguf(
         post_norms=family.gemma,
         norm_offset=False,  # the converter has added the 1
         moe=_moe(options, tensors, num_layers) if family.moe else None,
-        bos_token_id=general.optional_integer(
-            "tokenizer.ggml.bos_token_id", low=0, high=vocab_size - 1
-        ),
-        eos_token_ids=_eos(general, vocab_size),
     )
-    return result, tuple(f"{name}.{key}" for key in options.unread() if key not in _HARMLESS)
 
 
 def with_rope_divisors(config: ModelConfig, divisors: tuple[float, ...]) -> ModelConfig:

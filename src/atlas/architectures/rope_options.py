@@ -17,8 +17,8 @@ _KINDS: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
 }
 _MIN_FACTOR, _MAX_FACTOR = 1e-6, 1e6
 _MAX_THETA = 1e18
-# Keys that some rope section may hold; an unknown one (mrope_section, short_factor …) would
-# change the result, so it is refused. "finetuned" is a remark.
+# Keys that some rope section may hold; an unknown one (short_factor …) would change the result,
+# so it is refused. "finetuned" is a remark.
 _KEYS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
@@ -40,6 +40,45 @@ def rope_from_huggingface(options: Options, max_seq_len: int) -> RopeConfig:
     if section is None:
         return RopeConfig(theta=theta)
     return _rope_of_section(section, theta, original, max_seq_len)
+
+
+def partial_rope_from_huggingface(
+    options: Options, max_seq_len: int, head_dim: int, fraction: float
+) -> RopeConfig:
+    """RopeConfig of a model that rotates the first part of every head.
+
+    `fraction` is the model class's default of ``partial_rotary_factor``. ``mrope_section`` says
+    which pairs turn by time, height and width, interleaved; a text moves all three alike.
+    """
+    old, new = options.section("rope_scaling"), options.section("rope_parameters")
+    theta = options.number("rope_theta", 10000.0, low=1.0, high=_MAX_THETA)
+    fraction = options.number("partial_rotary_factor", fraction, high=1.0)
+    original = options.optional_integer("original_max_position_embeddings")
+    section = old or new
+    sections = None
+    rope = RopeConfig(theta=theta)
+    if section is not None:
+        fraction = section.number("partial_rotary_factor", fraction, high=1.0)
+        sections = _sections(section)
+        rope = _rope_of_section(section, theta, original, max_seq_len, neutral_fraction=False)
+    rotary_dim = int(head_dim * fraction)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise options.unsupported(
+            "partial_rotary_factor", fraction, f"an even number of the {head_dim} dimensions"
+        )
+    return replace(rope, rotary_dim=rotary_dim, sections=sections)
+
+
+def _sections(section: Options) -> tuple[int, int, int] | None:
+    interleaved = section.flag("mrope_interleaved", True)
+    counts = section.integers("mrope_section", high=2**16)
+    if not counts:
+        return None
+    if not interleaved:
+        raise section.unsupported("mrope_interleaved", interleaved, "true")
+    if len(counts) != 3:
+        raise section.error("mrope_section", counts, "three counts")
+    return counts[0], counts[1], counts[2]
 
 
 def rope_per_layer_type(
@@ -75,11 +114,16 @@ def rope_per_layer_type(
 
 
 def _rope_of_section(
-    section: Options, theta: float, original: int | None, max_seq_len: int
+    section: Options,
+    theta: float,
+    original: int | None,
+    max_seq_len: int,
+    neutral_fraction: bool = True,
 ) -> RopeConfig:
     kind = _KINDS[section.choice("rope_type", _KINDS, section.choice("type", _KINDS, "default"))]
     theta = section.number("rope_theta", theta, low=1.0, high=_MAX_THETA)
-    section.require_neutral({"partial_rotary_factor": (1, 1.0)})
+    if neutral_fraction:
+        section.require_neutral({"partial_rotary_factor": (1, 1.0)})
     for key in section.unread():
         if key not in _KEYS:
             raise section.unsupported(key, section.raw(key), "absent")
@@ -144,6 +188,10 @@ def rope_from_gguf(options: Options, head_dim: int, max_seq_len: int) -> RopeCon
     factor without a type is linear scaling, and 0 means no scaling, as in llama.cpp.
     """
     options.require_neutral({"rope.dimension_count": (head_dim,), "rope.dimension_sections": ()})
+    return _scaled_rope_from_gguf(options, max_seq_len)
+
+
+def _scaled_rope_from_gguf(options: Options, max_seq_len: int) -> RopeConfig:
     theta = options.number("rope.freq_base", 10000.0, low=1.0, high=_MAX_THETA)
     old_factor = _factor_or_zero(options, "rope.scale_linear", 0.0)
     factor = _factor_or_zero(options, "rope.scaling.factor", old_factor)
@@ -177,6 +225,19 @@ def rope_from_gguf(options: Options, head_dim: int, max_seq_len: int) -> RopeCon
     if kind == "linear" and factor not in (0.0, 1.0):
         return replace(rope, scaling="linear", factor=factor)
     return rope
+
+
+def partial_rope_from_gguf(options: Options, head_dim: int, max_seq_len: int) -> RopeConfig:
+    """As :func:`rope_from_gguf` for a model that rotates the first part of every head."""
+    rotary_dim = options.integer("rope.dimension_count", head_dim, low=2, high=head_dim)
+    if rotary_dim % 2:
+        raise options.unsupported("rope.dimension_count", rotary_dim, "even numbers")
+    counts = options.integers("rope.dimension_sections", high=2**16)
+    if counts and (len(counts) not in (3, 4) or any(counts[3:])):
+        raise options.unsupported("rope.dimension_sections", counts, "three counts")
+    sections = (counts[0], counts[1], counts[2]) if counts else None
+    rope = _scaled_rope_from_gguf(options, max_seq_len)
+    return replace(rope, rotary_dim=rotary_dim, sections=sections)
 
 
 def _factor_or_zero(options: Options, key: str, default: float) -> float:

@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.architectures.dense import family_named
-from atlas.architectures.weight_names import Shape, expected_weights
-from atlas.config import ModelConfig
-
 FileKind = Literal["gguf", "safetensors"]
+Shape = tuple[int, ...]
+
+
+class Shaped(Protocol):
+    """A tensor of a file; `shape` is row-major."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+
+Tensors = Mapping[str, Shaped]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows `start` … `stop` − 1 of each of `groups` equal groups of a tensor's rows."""
+
+    groups: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Heads stored as value head j of every key head in turn, from row `first` on.
+
+    ``per_key_head`` value heads belong to each of ``num_key_heads`` key heads.
+    """
+
+    per_key_head: int
+    num_key_heads: int
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +57,38 @@ class Source:
         The shape that each of them must have.
     interleaved_heads : int
         Not 0: rows of that many heads are stored in pairs for interleaved RoPE.
-    half : int or None
-        0 or 1: of each expert's rows, the first half (gate) or the second (up).
-    num_experts : int
-        Experts in a fused tensor; read with `half`.
+    part : Part, optional
+        The rows that are this weight's; default: all.
+    tiles : Tiles, optional
+        Order of the heads in those rows.
     offset : float
         Added to a vector: 1 where the file stores w for a norm that multiplies by 1 + w.
+    is_negated_exp : bool
+        The file stores −exp(w) of a vector w.
     """
 
     tensors: tuple[str, ...]
     shape: Shape
     interleaved_heads: int = 0
-    half: int | None = None
-    num_experts: int = 1
+    part: Part | None = None
+    tiles: Tiles | None = None
     offset: float = 0.0
+    is_negated_exp: bool = False
+
+    @property
+    def share(self) -> float:
+        """The part of the tensors' rows that are this weight's."""
+        if self.part is None:
+            return 1.0
+        rows = prod(self.shape[: max(1, len(self.shape) - 1)])
+        return self.part.groups * (self.part.stop - self.part.start) / rows
+
+    @property
+    def row_range(self) -> slice | None:
+        """The rows, where they lie one after the other in canonical order."""
+        if self.part is None or self.part.groups > 1 or self.tiles is not None:
+            return None
+        return slice(self.part.start, self.part.stop)
 
     def row_index(self) -> NDArray[np.int64] | None:
         """Rows of the file's tensor in canonical order; None where they already are."""
@@ -50,124 +96,52 @@ class Source:
         if self.interleaved_heads:
             # File row 2j + s of a head is row j of its half s: we rotate half with half.
             return rows.reshape(self.interleaved_heads, -1, 2).swapaxes(1, 2).reshape(-1)
-        if self.half is not None:
-            return rows.reshape(self.num_experts, 2, -1)[:, self.half].reshape(-1)
-        return None
+        if self.part is None and self.tiles is None:
+            return None
+        if self.part is not None:
+            groups = rows.reshape(self.part.groups, -1)
+            rows = groups[:, self.part.start : self.part.stop].reshape(-1)
+        if self.tiles is not None:
+            first, tiled = rows[: self.tiles.first], rows[self.tiles.first :]
+            heads = tiled.reshape(self.tiles.per_key_head, self.tiles.num_key_heads, -1)
+            rows = np.concatenate([first, heads.swapaxes(0, 1).reshape(-1)])
+        return rows
+
+    def values(self, stored: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The float32 array that an op reads, flat, from the file's tensor, flat."""
+        values, index = stored, self.row_index()
+        if index is not None:
+            rows = prod(self.shape[: max(1, len(self.shape) - 1)])
+            values = values.reshape(rows, -1)[index].reshape(-1)
+        if self.is_negated_exp:
+            values = np.log(-values)
+        return values + np.float32(self.offset) if self.offset else values
 
 
-_HUGGINGFACE_GLOBAL = {
-    "embedding": "model.embed_tokens.weight",
-    "final_norm": "model.norm.weight",
-    "head": "lm_head.weight",
-}
-_HUGGINGFACE_LAYER = {
-    "attention_norm": "input_layernorm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "router": "mlp.gate.weight",
-    **{f"{x}_proj": f"self_attn.{x}_proj.weight" for x in "qkvo"},
-    **{f"{x}_bias": f"self_attn.{x}_proj.bias" for x in "qkvo"},
-    **{f"{x}_proj": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
-    **{f"{x}_bias": f"mlp.{x}_proj.bias" for x in ("gate", "up", "down")},
-}
-_HUGGINGFACE_SANDWICH = {
-    "post_attention_norm": "post_attention_layernorm.weight",
-    "mlp_norm": "pre_feedforward_layernorm.weight",
-    "post_mlp_norm": "post_feedforward_layernorm.weight",
-}
-_GGUF_GLOBAL = {
-    "embedding": "token_embd.weight",
-    "final_norm": "output_norm.weight",
-    "head": "output.weight",
-}
-_GGUF_LAYER = {
-    "attention_norm": "attn_norm.weight",
-    "mlp_norm": "ffn_norm.weight",
-    "q_norm": "attn_q_norm.weight",
-    "k_norm": "attn_k_norm.weight",
-    "post_attention_norm": "post_attention_norm.weight",
-    "post_mlp_norm": "post_ffw_norm.weight",
-    "router": "ffn_gate_inp.weight",
-    **{f"{x}_proj": f"attn_{x}.weight" for x in "qkv"},
-    **{f"{x}_bias": f"attn_{x}.bias" for x in "qkv"},
-    "o_proj": "attn_output.weight",
-    "o_bias": "attn_output.bias",
-    **{f"{x}_proj": f"ffn_{x}.weight" for x in ("gate", "up", "down")},
-    **{f"{x}_bias": f"ffn_{x}.bias" for x in ("gate", "up", "down")},
-    **{f"experts.{x}_proj": f"ffn_{x}_exps.weight" for x in ("gate", "up", "down")},
-}
+def split_layer(name: str) -> tuple[str, int, str]:
+    """``layers.3.q_proj`` into its stem, layer and leaf: ``layers``, 3, ``q_proj``."""
+    stem, _, rest = name.partition("layers.")
+    layer_idx, _, leaf = rest.partition(".")
+    return f"{stem}layers", int(layer_idx), leaf
 
 
-def sources(config: ModelConfig, kind: FileKind, names: Container[str]) -> dict[str, Source]:
-    """The file's tensors behind every canonical weight of `config`.
-
-    `names` are the tensors of the file: Hugging Face folders hold experts one by one or, as
-    transformers 5 keeps them in memory, fused.
-    """
-    find = _gguf_source if kind == "gguf" else _huggingface_source
-    return {
-        name: find(config, name, shape, names) for name, shape in expected_weights(config).items()
-    }
-
-
-def _split(name: str) -> tuple[str, str]:
-    """``layers.3.q_proj`` into ``3`` and ``q_proj``."""
-    _, layer_idx, leaf = name.split(".", 2)
-    return layer_idx, leaf
-
-
-def _gguf_source(config: ModelConfig, name: str, shape: Shape, names: Container[str]) -> Source:
-    if name in _GGUF_GLOBAL:
-        return Source((_GGUF_GLOBAL[name],), shape)
-    layer_idx, leaf = _split(name)
-    tensor = f"blk.{layer_idx}.{_GGUF_LAYER[leaf]}"
-    if config.moe is not None and leaf.startswith("experts."):
-        experts = config.moe.num_experts
-        return Source((tensor,), (experts, shape[0] // experts, shape[1]))
-    heads = 0
-    if family_named(config.architecture).rows_interleaved_in_gguf:
-        if leaf in ("q_proj", "q_bias"):
-            heads = config.num_heads
-        elif leaf in ("k_proj", "k_bias"):
-            heads = config.num_kv_heads
-    return Source((tensor,), shape, interleaved_heads=heads)
-
-
-def _huggingface_source(
-    config: ModelConfig, name: str, shape: Shape, names: Container[str]
+def experts_source(
+    tensors: Tensors, num_experts: int, layer: str, leaf: str, shape: Shape, gated: bool
 ) -> Source:
-    offset = 1.0 if config.norm_offset and name.endswith("_norm") else 0.0
-    if name in _HUGGINGFACE_GLOBAL:
-        tensor = _HUGGINGFACE_GLOBAL[name]
-        if name == "embedding" and config.tie_embeddings and tensor not in names:
-            # Of two tied tensors a file may keep either.
-            tensor = _HUGGINGFACE_GLOBAL["head"]
-        return Source((tensor,), shape, offset=offset)
-    layer_idx, leaf = _split(name)
-    layer = f"model.layers.{layer_idx}"
-    if config.moe is not None and leaf.startswith("experts."):
-        return _huggingface_experts(config.moe.num_experts, f"{layer}.mlp", leaf, shape, names)
-    table = _HUGGINGFACE_LAYER
-    if config.post_norms and leaf in _HUGGINGFACE_SANDWICH:
-        table = _HUGGINGFACE_SANDWICH
-    return Source((f"{layer}.{table[leaf]}",), shape, offset=offset)
-
-
-def _huggingface_experts(
-    experts: int, mlp: str, leaf: str, shape: Shape, names: Container[str]
-) -> Source:
-    rows, cols = shape[0] // experts, shape[1]
-    if f"{mlp}.experts.gate_up_proj" in names:
-        if leaf == "experts.down_proj":
-            return Source((f"{mlp}.experts.down_proj",), (experts, rows, cols))
-        half = 0 if leaf == "experts.gate_proj" else 1
-        return Source(
-            (f"{mlp}.experts.gate_up_proj",),
-            (experts, 2 * rows, cols),
-            half=half,
-            num_experts=experts,
-        )
+    """Experts of a Hugging Face folder: one by one or, as transformers 5 keeps them, fused."""
+    rows, cols = shape[0] // num_experts, shape[1]
     projection = leaf.removeprefix("experts.")
-    tensors = tuple(f"{mlp}.experts.{e}.{projection}.weight" for e in range(experts))
-    return Source(tensors, (rows, cols))
+    fused = "gate_up_proj" if gated and projection != "down_proj" else projection
+    if f"{layer}.experts.{fused}" not in tensors:
+        names = tuple(f"{layer}.experts.{e}.{projection}.weight" for e in range(num_experts))
+        return Source(names, (rows, cols))
+    names = (f"{layer}.experts.{fused}",)
+    if fused != "gate_up_proj":
+        return Source(names, (num_experts, rows, cols))
+    return Source(names, (num_experts, 2 * rows, cols), part=half(num_experts, rows, projection))
+
+
+def half(groups: int, rows: int, projection: str) -> Part:
+    """The gate or the up projection of a fused pair with `rows` rows each, in every group."""
+    start = 0 if projection == "gate_proj" else rows
+    return Part(groups, start, start + rows)

@@ -19,7 +19,10 @@ _TAIL_BYTES = 64  # a vector load of the last head may run past the pool's end
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvPools:
-    """``keys[layer]`` [B, HK, K, S] and ``values[layer]`` [B, HK, S, K]; S tokens a block."""
+    """``keys[i]`` [B, HK, K, S] and ``values[i]`` [B, HK, S, K] of the i-th attention layer.
+
+    S tokens a block. Without attention layers blocks are counted all the same, and hold nothing.
+    """
 
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
@@ -29,7 +32,7 @@ class KvPools:
     @property
     def dtype(self) -> str:
         """Name of the elements' type."""
-        return self.keys[0].dtype.name
+        return self.keys[0].dtype.name if self.keys else "none"
 
     @property
     def block_parts(self) -> tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]:
@@ -78,7 +81,7 @@ def kv_block_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of one block over all layers before anything is allocated."""
     width = np.dtype(dtype).itemsize
     per_layer = config.num_kv_heads * config.head_dim * BLOCK_SIZE * width
-    return 2 * config.num_layers * per_layer
+    return 2 * len(config.attention_layers) * per_layer
 
 
 def allocate_pools(config: ModelConfig, num_blocks: int, dtype: str) -> KvPools:
@@ -90,7 +93,7 @@ def allocate_pools(config: ModelConfig, num_blocks: int, dtype: str) -> KvPools:
         tail = _TAIL_BYTES // np.dtype(dtype).itemsize
         return pages.zeros(count + tail, dtype)[:count].reshape(shape)
 
-    layers = range(config.num_layers)
+    layers = config.attention_layers
     return KvPools(
         keys=tuple(pool(num_blocks, heads, dim, BLOCK_SIZE) for _ in layers),
         values=tuple(pool(num_blocks, heads, BLOCK_SIZE, dim) for _ in layers),

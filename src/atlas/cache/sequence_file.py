@@ -1,13 +1,14 @@
-"""The file form of a sequence: its tokens and KV, checked from the first byte to the last.
+"""The file form of a sequence: its tokens and state, checked from the first byte to the last.
 
 Little-endian, in this order:
 
     "ATLASSEQ"            8 bytes
     version               uint32
-    fingerprint           uint32 length, UTF-8: what the KV's bits depend on
+    fingerprint           uint32 length, UTF-8: what the bits depend on
     counts                int64 × 4: seq_len, prompt_len, exact_len, kv_valid_tokens
     token ids             int32 [seq_len]
     KV                    layer by layer, block by block, K then V, as the pools hold them
+    recurrent state       layer by layer, state then convolution tail, float32; after seq_len tokens
     sections              uint32 count; each: uint32 length and UTF-8 name, uint64 size, bytes
     checksum              uint32, CRC-32 of everything before it
 
@@ -89,6 +90,8 @@ class SequenceLayout:
     block_parts : tuple of (shape, dtype)
         One block of each pool: layer by layer, K then V.
     block_size, max_seq_len, vocab_size : int
+    state_parts : tuple of shapes
+        One slot of the recurrent pools: layer by layer, state then tail.
     """
 
     fingerprint: str
@@ -96,6 +99,7 @@ class SequenceLayout:
     block_size: int
     max_seq_len: int
     vocab_size: int
+    state_parts: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, core: ModelCore) -> SequenceLayout:
@@ -106,21 +110,26 @@ class SequenceLayout:
             core.pools.block_size,
             core.limits.max_seq_len,
             core.config.vocab_size,
+            () if core.states is None else core.states.pools.part_shapes(),
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedSequence:
-    """What :func:`read_sequence` read; ``parts`` are as ``KvPools.read`` gives them."""
+    """What :func:`read_sequence` read.
+
+    ``parts`` are as ``KvPools.read`` gives them, ``state`` as ``RecurrentPools.read`` does.
+    """
 
     header: SequenceHeader
     tokens: Ints
     parts: list[Array]
+    state: list[Array]
     sections: dict[str, bytes] = field(default_factory=dict)
 
 
 def fingerprint(core: ModelCore) -> str:
-    """What the bits of a model's KV depend on, as ``name=value`` words.
+    """What the bits of a model's sequences depend on, as ``name=value`` words.
 
     Configuration, weights in the formats they have in memory, the cache's type and block size,
     and the instruction set. Matrices of more than 1 MiB enter with 256 samples of 1 KiB.
@@ -156,6 +165,8 @@ def write_sequence(
     tokens: Ints,
     parts: Iterable[Array],
     sections: Mapping[str, bytes] | None = None,
+    *,
+    state: Iterable[Array] = (),
 ) -> None:
     """Write one sequence.
 
@@ -168,6 +179,8 @@ def write_sequence(
     parts : iterable of arrays [blocks, …]
         Layer by layer, K then V, as ``KvPools.read`` gives them; taken two at a time.
     sections : mapping of str to bytes, optional
+    state : iterable of arrays
+        Of recurrent layers, as ``RecurrentPools.read`` gives them.
 
     Raises
     ------
@@ -190,6 +203,8 @@ def write_sequence(
         for k_block, v_block in zip(keys, values, strict=True):
             target.put(k_block.tobytes())
             target.put(v_block.tobytes())
+    for part in state:
+        target.put(np.ascontiguousarray(part, "<f4").tobytes())
     target.put(struct.pack("<I", len(sections or {})))
     for name, content in (sections or {}).items():
         target.put_text(name)
@@ -236,6 +251,9 @@ def read_sequence(reader: BinaryIO, layout: SequenceLayout) -> SavedSequence:
         for block in range(num_blocks):
             source.fill(keys[block], f"K of layer {layer_idx}")
             source.fill(values[block], f"V of layer {layer_idx}")
+    state = [np.empty(shape, "<f4") for shape in layout.state_parts]
+    for i, part in enumerate(state):
+        source.fill(part, f"state of recurrent layer {i // 2}")
     sections: dict[str, bytes] = {}
     (count,) = struct.unpack("<I", source.take(4, "number of sections"))
     for _ in range(count):
@@ -246,7 +264,7 @@ def read_sequence(reader: BinaryIO, layout: SequenceLayout) -> SavedSequence:
     (checksum,) = struct.unpack("<I", source.take(4, "checksum"))
     if checksum != expected:
         raise InvalidArgumentError("the saved sequence is damaged: its checksum does not match")
-    return SavedSequence(header, tokens.astype(np.int32), parts, sections)
+    return SavedSequence(header, tokens.astype(np.int32), parts, state, sections)
 
 
 def _require_same(found: str, expected: str) -> None:

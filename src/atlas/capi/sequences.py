@@ -19,7 +19,7 @@ from atlas.capi.memory import (
     write_struct,
 )
 from atlas.errors import Cancelled, ClosedError, InvalidArgumentError
-from atlas.model import Unavailable
+from atlas.model import Unavailable, capability
 
 if TYPE_CHECKING:
     from atlas.engine import Engine
@@ -116,6 +116,22 @@ def sequence_rewind(handle: Any, new_len: int) -> None:
     found = sequence_of(handle)
     with driving(found.engine) as model:
         model.lifecycle.rewind(found.state, new_len)
+
+
+@exported
+def sequence_save_snapshot(handle: Any, ring_slot: int) -> None:
+    """Copy the recurrent state into the ring."""
+    found = sequence_of(handle)
+    with driving(found.engine) as model:
+        capability.require(model.ssm, "ssm").save_snapshot(found.state, ring_slot)
+
+
+@exported
+def sequence_restore_snapshot(handle: Any, ring_slot: int) -> None:
+    """Make a state from the ring the live one."""
+    found = sequence_of(handle)
+    with driving(found.engine) as model:
+        capability.require(model.ssm, "ssm").restore_snapshot(found.state, ring_slot)
 
 
 class CallbackWriter(io.RawIOBase):

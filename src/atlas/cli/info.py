@@ -58,11 +58,15 @@ def architecture_rows(config: ModelConfig) -> Iterator[tuple[str, str]]:
     """The model's shapes in words."""
     num_weights = _num_weights(config)
     yield "architecture", f"{config.architecture}, {num_weights / 1e6:,.1f} M weights"
-    yield "layers", f"{config.num_layers} × hidden size {config.hidden_size}"
-    yield (
-        "attention",
-        f"{config.num_heads} query and {config.num_kv_heads} KV heads × {config.head_dim}",
-    )
+    yield "layers", f"{config.num_layers} × hidden size {config.hidden_size}{_kinds(config)}"
+    if config.attention_layers:
+        gated = ", gated" if config.attention_gate else ""
+        yield (
+            "attention",
+            f"{config.num_heads} query and {config.num_kv_heads} KV heads × "
+            f"{config.head_dim}{gated}",
+        )
+    yield from _recurrent_rows(config)
     windows = Counter(config.windows)
     if set(windows) != {None}:
         yield (
@@ -72,19 +76,59 @@ def architecture_rows(config: ModelConfig) -> Iterator[tuple[str, str]]:
                 for window, count in windows.items()
             ),
         )
+    blocks = {block for i in range(config.num_layers) for block in config.layer_blocks(i)}
     if config.moe is not None:
         moe = config.moe
+        shared = f", one shared × {moe.shared_size}" if moe.shared_size else ""
+        latent = f", in a space of {moe.latent_size}" if moe.latent_size else ""
         yield (
             "experts",
-            f"{moe.num_experts}, {moe.top_k} a token, × {moe.intermediate_size}, "
+            f"{moe.num_experts}, {moe.top_k} a token, × {moe.intermediate_size}{shared}{latent}, "
             f"in {sum(moe.sparse_layers)} layers",
         )
-    if config.moe is None or not all(config.moe.sparse_layers):
+    if "mlp" in blocks:
         yield "mlp", f"{config.intermediate_size}, {config.activation}"
+    if config.mtp_kinds:
+        yield "multi-token head", f"{', '.join(config.mtp_kinds)}; kept for drafting"
     head = "head tied to the embedding" if config.tie_embeddings else "head of its own"
     yield "vocabulary", f"{config.vocab_size:,}, {head}"
-    scaling = "" if config.rope.scaling == "none" else f", {config.rope.scaling} scaling"
-    yield "context", f"{config.max_seq_len:,} positions, RoPE base {config.rope.theta:,g}{scaling}"
+    yield "context", f"{config.max_seq_len:,} positions{_rope(config)}"
+
+
+def _kinds(config: ModelConfig) -> str:
+    """How many layers are of which kind, where they differ or do not attend."""
+    counts = Counter(config.layer_kinds)
+    if set(counts) == {"attention"}:
+        return ""
+    return ": " + ", ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items())
+
+
+def _recurrent_rows(config: ModelConfig) -> Iterator[tuple[str, str]]:
+    if (delta := config.gated_delta) is not None:
+        yield (
+            "gated delta",
+            f"{delta.num_key_heads} key heads × {delta.key_dim}, {delta.num_value_heads} value "
+            f"heads × {delta.value_dim}, convolution over {delta.conv_width} tokens",
+        )
+    if (mamba := config.mamba2) is not None:
+        yield (
+            "mamba-2",
+            f"{mamba.num_heads} heads × {mamba.head_dim}, state {mamba.state_size}, in groups of "
+            f"{mamba.num_heads // mamba.num_groups}, convolution over {mamba.conv_width} tokens",
+        )
+
+
+def _rope(config: ModelConfig) -> str:
+    rope = config.rope
+    if not config.attention_layers or not config.rotary:
+        return "; attention does not rotate" if config.attention_layers else ""
+    part = (
+        f" of {rope.rotary_dim} dimensions"
+        if rope.rotary_dim not in (None, config.head_dim)
+        else ""
+    )
+    scaling = "" if rope.scaling == "none" else f", {rope.scaling} scaling"
+    return f", RoPE base {rope.theta:,g}{part}{scaling}"
 
 
 def weight_rows(
@@ -113,7 +157,15 @@ def memory_rows(plan: LoadPlan, options: LoadOptions) -> Iterator[tuple[str, str
     memory = plan.memory
     yield "weights", _mib(memory.weights)
     tokens = plan.num_blocks * BLOCK_SIZE
-    yield "kv cache", f"{_mib(memory.kv_pool)} for {tokens:,} tokens in {plan.kv_dtype}"
+    if memory.kv_pool:
+        yield "kv cache", f"{_mib(memory.kv_pool)} for {tokens:,} tokens in {plan.kv_dtype}"
+    if memory.recurrent:
+        slots = plan.slots
+        yield (
+            "recurrent state",
+            f"{_mib(memory.recurrent)} for {slots.running} sequences, {slots.snapshots} snapshots "
+            f"and {slots.checkpoints} checkpoints",
+        )
     yield "buffers", f"{_mib(memory.buffers)} for steps of up to {plan.limits.max_rows} rows"
     backend = options.backend()
     try:

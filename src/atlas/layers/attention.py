@@ -14,7 +14,8 @@ class Attention:
     """q, k, v projections, optional per-head norms, RoPE, paged attention, output projection.
 
     ``post_norm`` (Gemma) normalises the block's output before it joins the residual stream.
-    ``window`` counts the token itself.
+    ``window`` counts the token itself. With ``is_gated``, ``qkv`` also gives H·K gates, whose
+    sigmoid multiplies what was attended.
     """
 
     norm: Array
@@ -33,6 +34,7 @@ class Attention:
     q_norm: Array | None = None
     k_norm: Array | None = None
     post_norm: Array | None = None
+    is_gated: bool = False
 
     def forward(self, ops: Any, step: StepBuffers) -> None:
         """Add the block's output to ``step.hidden`` and store the rows' K and V."""
@@ -44,6 +46,9 @@ class Attention:
             self._attend_step(ops, step, q, k, v, attended)
         if step.step_rows < len(q):
             self._attend_prompt(ops, step, q, k, v, attended)
+        if self.is_gated:
+            gate = step.qkv[:, -self.num_heads * self.head_dim :]
+            ops.sigmoid_gate(step.attended, gate, out=step.attended)
         if self.post_norm is None:
             self.output.add_to(ops, step.attended, step.hidden)
             return
@@ -110,6 +115,7 @@ class Attention:
         """[T, H, K], [T, HK, K], [T, HK, K] views of the fused projection."""
         split = self.num_heads * self.head_dim
         size = self.num_kv_heads * self.head_dim
+        qkv = qkv[:, : split + 2 * size]
         rows = len(qkv)
         return (
             qkv[:, :split].reshape(rows, self.num_heads, self.head_dim, copy=False),

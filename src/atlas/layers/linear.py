@@ -19,6 +19,11 @@ class Projection:
     matrices: tuple[Any, ...]
     bias: Array | None = None
 
+    @property
+    def rows(self) -> int:
+        """Width of the output."""
+        return sum(matrix.rows for matrix in self.matrices)
+
     def forward(self, ops: Any, x: Array, out: Array) -> None:
         """Write x [T, K] · Wᵀ + bias to ``out`` [T, N]."""
         start = 0

@@ -1,4 +1,4 @@
-"""Gated feed-forward blocks, dense and sparse."""
+"""Feed-forward blocks, gated or with ReLU²."""
 
 from __future__ import annotations
 
@@ -10,17 +10,42 @@ from atlas.layers.linear import Projection
 from atlas.layers.step import Array, StepBuffers
 
 
-def gate(ops: Any, activation: Activation, gate_up: Array, out: Array) -> None:
-    """out = activation(gate) · up."""
+def activate(ops: Any, activation: Activation, gate_up: Array, out: Array) -> None:
+    """out = activation(gate) · up, float32 [T, 2F] → [T, F]."""
     if activation == "silu":
         ops.silu_and_mul(gate_up, out=out)
     else:
         ops.gelu_tanh_and_mul(gate_up, out=out)
 
 
+def inner_rows(
+    ops: Any, activation: Activation, projection: Projection, x: Array, step: StepBuffers
+) -> Array:
+    """What a dense feed-forward's last projection reads: [T, F], in ``step.activated``.
+
+    ``projection`` gives gate and up, or up alone with ReLU².
+    """
+    if activation == "relu_squared":
+        out = step.activated[:, : projection.rows]
+        projection.forward(ops, x, out)
+        ops.relu_squared(out, out=out)
+        return out
+    gate_up, out = step.gate_up[:, : projection.rows], step.activated[:, : projection.rows // 2]
+    if len(projection.matrices) == 1:
+        (matrix,), bias = projection.matrices, projection.bias
+        ops.linear_gated(x, matrix, bias, activation, gate_up=gate_up, out=out)
+    else:
+        projection.forward(ops, x, gate_up)
+        activate(ops, activation, gate_up, out)
+    return out
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Mlp:
-    """down(activation(gate(x)) · up(x)), added to the residual stream."""
+    """down(activation(gate(x)) · up(x)), or down(relu(up(x))²), added to the residual stream.
+
+    ``gate_up`` stacks the two projections; with ReLU² it is ``up`` alone.
+    """
 
     norm: Array
     gate_up: Projection
@@ -32,17 +57,10 @@ class Mlp:
     def forward(self, ops: Any, step: StepBuffers) -> None:
         """Add the block's output to ``step.hidden``."""
         ops.rmsnorm(step.hidden, self.norm, self.norm_eps, out=step.normed)
-        if len(self.gate_up.matrices) == 1:
-            (matrix,), bias = self.gate_up.matrices, self.gate_up.bias
-            ops.linear_gated(
-                step.normed, matrix, bias, self.activation, gate_up=step.gate_up, out=step.activated
-            )
-        else:
-            self.gate_up.forward(ops, step.normed, step.gate_up)
-            gate(ops, self.activation, step.gate_up, step.activated)
+        activated = inner_rows(ops, self.activation, self.gate_up, step.normed, step)
         if self.post_norm is None:
-            self.down.add_to(ops, step.activated, step.hidden)
+            self.down.add_to(ops, activated, step.hidden)
             return
-        self.down.forward(ops, step.activated, step.projected)
+        self.down.forward(ops, activated, step.projected)
         ops.rmsnorm(step.projected, self.post_norm, self.norm_eps, out=step.projected)
         ops.add(step.hidden, step.projected, out=step.hidden)

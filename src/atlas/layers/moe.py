@@ -5,42 +5,94 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from atlas.config import Activation
+from atlas.config import Activation, MoeConfig
 from atlas.layers.linear import Projection
+from atlas.layers.mlp import inner_rows
 from atlas.layers.step import Array, StepBuffers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedExpert:
+    """An expert that sees every row; ``router`` gives a number whose sigmoid multiplies it."""
+
+    gate_up: Projection
+    down: Projection
+    router: Projection | None
+
+    def add_to(self, ops: Any, activation: Activation, step: StepBuffers) -> None:
+        """Add the expert's output for ``step.normed`` to ``step.hidden``."""
+        activated = inner_rows(ops, activation, self.gate_up, step.normed, step)
+        if self.router is not None:
+            self.router.forward(ops, step.normed, step.shared_gate)
+            # The gate commutes with the projection, which then adds to the residual stream.
+            ops.sigmoid_gate(activated, step.shared_gate, out=activated)
+        self.down.add_to(ops, activated, step.hidden)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Latent:
+    """Projections between the residual stream and the narrower space of the routed experts."""
+
+    inward: Projection
+    outward: Projection
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moe:
     """Route each row to its experts; add their weighted outputs in top-k order.
 
-    ``gate_up`` holds [gate; up] of each expert in turn, ``down`` each expert's down projection:
-    packed matrices with one group per expert.
+    ``gate_up`` holds [gate; up] of each expert in turn (up alone with ReLU²), ``down`` each
+    expert's down projection: packed matrices with one group per expert.
     """
 
     norm: Array
     router: Projection
+    router_bias: Array | None
     gate_up: Any
     down: Any
     activation: Activation
-    normalize_top_k: bool
+    sizes: MoeConfig
     norm_eps: float
+    shared: SharedExpert | None = None
+    latent: Latent | None = None
 
     def forward(self, ops: Any, step: StepBuffers) -> None:
         """Add the block's output to ``step.hidden``."""
         ops.rmsnorm(step.hidden, self.norm, self.norm_eps, out=step.normed)
         self.router.forward(ops, step.normed, step.router)
-        ids, weights = step.expert_ids, step.expert_weights
-        ops.moe_route(step.router, self.normalize_top_k, ids=ids, weights=weights)
+        ids, weights, sizes = step.expert_ids, step.expert_weights, self.sizes
+        ops.moe_route(
+            step.router,
+            sizes.normalize_top_k,
+            sizes.scoring,
+            self.router_bias,
+            sizes.scale,
+            sizes.num_groups,
+            sizes.top_groups,
+            ids=ids,
+            weights=weights,
+        )
+        if self.latent is None:
+            self._experts(ops, step, step.normed, step.hidden)
+        else:
+            self.latent.inward.forward(ops, step.normed, step.latent)
+            ops.zero(out=step.latent_sum)
+            self._experts(ops, step, step.latent, step.latent_sum)
+            self.latent.outward.add_to(ops, step.latent_sum, step.hidden)
+        if self.shared is not None:
+            self.shared.add_to(ops, self.activation, step)
+
+    def _experts(self, ops: Any, step: StepBuffers, x: Array, out: Array) -> None:
+        """Add each row's experts, from x [T, Z], to ``out`` [T, Z]."""
         ops.moe_experts(
-            step.normed,
+            x,
             self.gate_up,
             self.down,
-            ids,
-            weights,
+            step.expert_ids,
+            step.expert_weights,
             self.activation,
             expert_gate_up=step.expert_gate_up,
             expert_activated=step.expert_activated,
             expert_out=step.expert_out,
-            out=step.hidden,
+            out=out,
         )

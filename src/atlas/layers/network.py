@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from atlas.layers.gated_delta import GatedDelta
 from atlas.layers.linear import Projection
+from atlas.layers.mamba2 import Mamba2
 from atlas.layers.step import Array, StepBuffers
+
+if TYPE_CHECKING:
+    from atlas.layers.mtp import MtpHead
 
 
 class Block(Protocol):
-    """Half a layer: reads and adds to ``step.hidden``."""
+    """A mixer or a feed-forward: reads and adds to ``step.hidden``."""
 
     def forward(self, ops: Any, step: StepBuffers) -> None: ...
 
 
+class RecurrentBlock(Block, Protocol):
+    """A block with a state that every row overwrites: ``forward`` is its three parts in order."""
+
+    def project(self, ops: Any, step: StepBuffers) -> None:
+        """Inputs of the recurrence, from ``step.hidden``."""
+        ...
+
+    def recur(self, ops: Any, step: StepBuffers) -> None:
+        """Advance the sequences' states over the inputs."""
+        ...
+
+    def finish(self, ops: Any, step: StepBuffers) -> None:
+        """Add what was read from the states to ``step.hidden``."""
+        ...
+
+    def replay(self, ops: Any, step: StepBuffers) -> None:
+        """Advance the states of ``step.state_slots`` over the inputs in ``step.kept_rows``."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Network:
-    """A decoder-only transformer.
+    """A decoder of attention, recurrent and feed-forward blocks.
 
     ``weights`` owns the arrays of all layers; while it lives, other models may share them.
     """
@@ -30,15 +55,24 @@ class Network:
     norm_eps: float
     head: Projection
     final_softcap: float | None = None
+    mtp: MtpHead | None = None
 
     def forward(self, ops: Any, step: StepBuffers) -> None:
         """One sweep over the weights: ``step.token_ids`` to ``step.logits``.
 
         Final norm and head run on the rows in ``step.logits_rows`` only.
         """
-        ops.embedding(step.token_ids, self.embedding, self.embedding_scale, out=step.hidden)
+        self.embed(ops, step)
         for block in self.blocks:
             block.forward(ops, step)
+        self.finish(ops, step)
+
+    def embed(self, ops: Any, step: StepBuffers) -> None:
+        """``step.token_ids`` to ``step.hidden``."""
+        ops.embedding(step.token_ids, self.embedding, self.embedding_scale, out=step.hidden)
+
+    def finish(self, ops: Any, step: StepBuffers) -> None:
+        """``step.hidden`` to the logits of the rows that have some."""
         if not len(step.logits_rows):
             return
         ops.gather_rows(step.hidden, step.logits_rows, out=step.last_hidden)
@@ -46,3 +80,20 @@ class Network:
         self.head.forward(ops, step.last_hidden, step.logits)
         if self.final_softcap is not None:
             ops.softcap(step.logits, self.final_softcap, out=step.logits)
+
+    def recurrence(self) -> Replay | None:
+        """The recurrent blocks alone; None where there are none."""
+        blocks = tuple(block for block in self.blocks if isinstance(block, GatedDelta | Mamba2))
+        return Replay(blocks) if blocks else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replay:
+    """What a rollback runs: recurrent layers over inputs that a step kept, and nothing else."""
+
+    blocks: tuple[RecurrentBlock, ...]
+
+    def forward(self, ops: Any, step: StepBuffers) -> None:
+        """States of the step's sequences, bit for bit as those rows left them."""
+        for block in self.blocks:
+            block.replay(ops, step)

@@ -63,6 +63,16 @@ def rope_table(config: RopeConfig, head_dim: int, max_len: int) -> Floats:
     return table
 
 
+def no_rotation(max_len: int) -> Floats:
+    """A table that leaves heads as they are, bit for bit: float32 [max_len, 2, 1].
+
+    It serves attention without position embedding.
+    """
+    table = np.zeros((max_len, 2, 1), np.float32)
+    table[:, 0] = 1
+    return table
+
+
 def inverse_frequencies(config: RopeConfig, rotary_dim: int) -> Floats:
     """Radians per position of each pair of dimensions: float32 [rotary_dim / 2].
 

@@ -36,6 +36,7 @@ class StepShape:
     step_rows: int = 0
     step_seqs: int = 0
     max_step_rows: int = 0
+    keeps_inputs: bool = False  # of recurrent layers, for a rollback
 
     @classmethod
     def prompt(cls, rows: int, logits: int = 1) -> StepShape:
@@ -60,17 +61,29 @@ class StepBuffers:
     prompt_cu_rows : int32 [prompt sequences + 1]
         The same of the prompt rows alone, counted from the first of them.
     block_tables : int32 [N, M]
+    state_slots : int32 [N]
+        Each sequence's slot of the recurrent pools.
+    kept_rows : int32 [step rows]
+        Where recurrent layers keep each step row's inputs for a rollback; −1: nowhere. Empty in a
+        step that keeps none.
     logits_rows : int32 [L]
         Rows of the step whose logits are wanted.
     hidden, normed, projected : float32 [T, D]
         The residual stream, a layer's normalised input, and a block's output before its norm.
     qkv : float32 [T, (H + 2·HK)·K]
+        With H·K more columns where attention has an output gate.
     attended : float32 [T, H·K]
+    mixed, convolved, recurred : float32 [T, M], [T, C], [T, V]
+        A recurrent layer's projected inputs, its convolution's output, and its own.
     gate_up, activated : float32 [T, 2F], [T, F]
+        As wide as the widest dense MLP or shared expert.
     router, expert_weights : float32 [T, E], [T, X]
     expert_ids : int32 [T, X]
     expert_gate_up, expert_activated, expert_out : float32 [T, X, 2F], [T, X, F], [T, X, D]
-        Empty without experts.
+        Empty without experts; ``expert_out`` is as wide as ``latent`` where there is one.
+    shared_gate : float32 [T, 1]
+    latent, latent_sum : float32 [T, Z]
+        What experts of a latent space read, and their weighted sum.
     last_hidden : float32 [L, D]
         The final norm's output.
     logits : float32 [L, C]
@@ -84,12 +97,17 @@ class StepBuffers:
     cu_rows: Array
     prompt_cu_rows: Array
     block_tables: Array
+    state_slots: Array
+    kept_rows: Array
     logits_rows: Array
     hidden: Array
     normed: Array
     projected: Array
     qkv: Array
     attended: Array
+    mixed: Array
+    convolved: Array
+    recurred: Array
     gate_up: Array
     activated: Array
     router: Array
@@ -98,6 +116,9 @@ class StepBuffers:
     expert_gate_up: Array
     expert_activated: Array
     expert_out: Array
+    shared_gate: Array
+    latent: Array
+    latent_sum: Array
     last_hidden: Array
     logits: Array
     step_rows: int = 0
@@ -112,6 +133,8 @@ class StepBuffers:
             "cu_rows": slice(0, shape.seqs + 1),
             "prompt_cu_rows": slice(0, shape.seqs - shape.step_seqs + 1),
             "block_tables": slice(0, shape.seqs),
+            "state_slots": slice(0, shape.seqs),
+            "kept_rows": slice(0, shape.step_rows if shape.keeps_inputs else 0),
             "logits_rows": logits,
             "last_hidden": slice(first, first + shape.logits),
             "logits": slice(first, first + shape.logits),
@@ -133,6 +156,8 @@ INPUTS = (
     "cu_rows",
     "prompt_cu_rows",
     "block_tables",
+    "state_slots",
+    "kept_rows",
     "logits_rows",
 )
 """Integers that the host writes for every step; a device has a copy of them."""
@@ -144,10 +169,14 @@ def buffer_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """The shape of each buffer for steps of up to ``max_rows`` rows; every element is 4 bytes."""
     heads = config.num_heads * config.head_dim
+    gate = heads if config.attention_gate else 0
+    mixers = [config.recurrent(i) for i in config.recurrent_layers]
     moe = config.moe
-    experts, top_k, inner = (
-        (moe.num_experts, moe.top_k, moe.intermediate_size) if moe is not None else (0, 0, 0)
+    experts, top_k, inner, latent = (
+        (moe.num_experts, moe.top_k, moe.intermediate_size, moe.latent_size) if moe else (0,) * 4
     )
+    dense = max(config.intermediate_size, moe.shared_size if moe else 0)
+    gated = 2 if config.has_mlp_gate else 0
     return {
         "token_ids": (max_rows,),
         "positions": (max_rows,),
@@ -155,20 +184,28 @@ def buffer_shapes(
         "cu_rows": (max_seqs + 1,),
         "prompt_cu_rows": (max_seqs + 1,),
         "block_tables": (max_seqs, max_blocks),
+        "state_slots": (max_seqs,),
+        "kept_rows": (max_rows,),
         "logits_rows": (logits_rows,),
         "hidden": (max_rows, config.hidden_size),
         "normed": (max_rows, config.hidden_size),
         "projected": (max_rows, config.hidden_size),
-        "qkv": (max_rows, heads + 2 * config.num_kv_heads * config.head_dim),
+        "qkv": (max_rows, heads + 2 * config.num_kv_heads * config.head_dim + gate),
         "attended": (max_rows, heads),
-        "gate_up": (max_rows, 2 * config.intermediate_size),
-        "activated": (max_rows, config.intermediate_size),
+        "mixed": (max_rows, max((sizes.input_size for sizes in mixers), default=0)),
+        "convolved": (max_rows, max((sizes.conv_size for sizes in mixers), default=0)),
+        "recurred": (max_rows, max((sizes.output_size for sizes in mixers), default=0)),
+        "gate_up": (max_rows, gated * dense),
+        "activated": (max_rows, dense),
         "router": (max_rows, experts),
         "expert_weights": (max_rows, top_k),
         "expert_ids": (max_rows, top_k),
-        "expert_gate_up": (max_rows, top_k, 2 * inner),
+        "expert_gate_up": (max_rows, top_k, gated * inner),
         "expert_activated": (max_rows, top_k, inner),
-        "expert_out": (max_rows, top_k, config.hidden_size),
+        "expert_out": (max_rows, top_k, latent or config.hidden_size),
+        "shared_gate": (max_rows, 1 if moe and moe.shared_gate else 0),
+        "latent": (max_rows, latent),
+        "latent_sum": (max_rows, latent),
         "last_hidden": (logits_rows, config.hidden_size),
         "logits": (logits_rows, config.vocab_size),
     }

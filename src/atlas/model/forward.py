@@ -13,7 +13,7 @@ import numpy as np
 from atlas.errors import InvalidArgumentError
 from atlas.model.batch import Window, build
 from atlas.model.capability import Unavailable
-from atlas.model.prefix import begin
+from atlas.model.prefix import begin, matched_tokens
 from atlas.model.records import MixedBatchResult, MixedForwardResult
 from atlas.whole_number import whole_number
 
@@ -304,12 +304,11 @@ class ModelForward(Protocol):
 
 
 class DenseForward(ModelForward):
-    """Forwards of a decoder with attention layers only."""
+    """Forwards of a decoder, with or without recurrent layers."""
 
     requires_single_chunk = False
     hc_mult = 0
     supports_beam = False
-    prefill_twophase = Unavailable("forward")
     generate_beam_batch = Unavailable("forward")
 
     def __init__(self, core: ModelCore) -> None:
@@ -321,7 +320,37 @@ class DenseForward(ModelForward):
         return self._core.pools.block_size
 
     def prefill_tail_split(self, tokens: TokenIds) -> int | None:
-        return None
+        core = self._core
+        core.enter()
+        ids = core.token_array(tokens, "prompt tokens")
+        if core.states is None:
+            return None
+        split = core.tail_split(len(ids))
+        return split if split > matched_tokens(core, ids) else None
+
+    def prefill_twophase(
+        self,
+        tokens: TokenIds,
+        seq: SequenceState,
+        chunk_size: int,
+        *,
+        stream: Stream | None = None,
+    ) -> LogitsView:
+        core = self._core
+        core.enter(seq)
+        core.check_stream(stream)
+        rows = whole_number("chunk_size", chunk_size, 1, core.limits.max_rows)
+        ids = core.token_array(tokens, "prompt tokens")
+        if core.states is None:
+            view = self.prefill(ids, seq)
+            assert view is not None
+            return view
+        core.window(ids, seq, 0, len(ids), True)
+        seq.forget_lookup()  # every position runs
+        with core.room([seq], [len(ids)]):
+            core.run_long(ids, seq, rows)
+            core.commit(seq, ids, "prompt")
+        return core.arena.claim(0, 1)
 
     def prefill(
         self,
@@ -357,15 +386,18 @@ class DenseForward(ModelForward):
             )
         window = begin(core, Window(seq, ids, "prompt", 0), read_cache=logits != "all")
         matched = chunk_len - len(window.token_ids)
+        tail = core.tail_split(len(tokens))
         with core.room([seq], [chunk_len]):
             # A long window runs in pieces: same bits, as any split.
-            for start in range(matched, chunk_len, core.limits.piece_rows):
-                piece = ids[start : start + core.limits.piece_rows]
-                end = start + len(piece)
+            for start, end in core.pieces(chunk_start + matched, chunk_start + chunk_len, tail):
+                start, end = start - chunk_start, end - chunk_start
+                piece = ids[start:end]
                 wanted = min(len(piece), max(0, num_logits - (chunk_len - end)))
                 first = num_logits - (chunk_len - end) - wanted if wanted else 0
                 core.run(build([Window(seq, piece, "prompt", wanted)], first))
                 core.commit(seq, piece, "prompt")
+                if chunk_start + end == tail:
+                    core.keep_tail(seq)
         return core.arena.claim(0, num_logits) if num_logits else None
 
     def decode(self, token: int, seq: SequenceState, *, stream: Stream | None = None) -> LogitsView:
@@ -463,6 +495,9 @@ class DenseForward(ModelForward):
             core.run(build(windows, first))
             for window in windows:
                 core.commit(window.seq, window.token_ids, window.kind)
+            for piece in slices:
+                if piece.seq.seq_len == core.tail_split(len(piece.prompt_tokens)):
+                    core.keep_tail(piece.seq)
         decode_view = core.claim_decode(num_decode) if num_decode else None
         views: list[LogitsView | None] = []
         at = first + num_decode

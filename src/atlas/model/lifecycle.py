@@ -15,9 +15,10 @@ from atlas.cache.sequence_file import (
     read_sequence,
     write_sequence,
 )
+from atlas.cache.state_slots import HeldState
 from atlas.errors import InvalidArgumentError, SequenceStateError
 from atlas.model.capability import Unavailable
-from atlas.model.prefix import prefix_seed
+from atlas.model.prefix import cache_state, insert_blocks
 from atlas.model.records import PrefixReclaim
 from atlas.model.sequence import SequenceState
 from atlas.whole_number import whole_number
@@ -25,6 +26,9 @@ from atlas.whole_number import whole_number
 if TYPE_CHECKING:
     from atlas.model.core import ModelCore
     from atlas.model.records import TokenIds
+
+
+BY_HAND = -2  # owner of a recurrent slot that no request has
 
 
 class SwapDims(NamedTuple):
@@ -255,9 +259,9 @@ class ModelLifecycle(Protocol):
 
 
 class DenseLifecycle(ModelLifecycle):
-    """Sequences whose only state is paged KV.
+    """Sequences of a decoder: paged KV, and a recurrent slot where layers have a state.
 
-    They have no recurrent slot, so ``slot`` is always None: :meth:`compact_sequence` refuses every
+    Without recurrent layers ``slot`` is always None: :meth:`compact_sequence` refuses every
     ``new_slot``, and :meth:`detach_slot_for_reuse` finds nothing to give up. Without a prefix cache
     (a model that no engine drives, or one whose engine has none) nothing is cached or evicted.
     """
@@ -277,7 +281,8 @@ class DenseLifecycle(ModelLifecycle):
         most = core.limits.max_seq_len
         budget = most if budget_tokens is None else budget_tokens
         budget = whole_number("budget_tokens", budget, 1, most)
-        return SequenceState(Sequence(core.blocks, core.pools.block_size), core.key, budget)
+        held = None if core.states is None else HeldState.claim(core.states)
+        return SequenceState(Sequence(core.blocks, core.pools.block_size), core.key, budget, held)
 
     def reserve(self, seq: SequenceState, num_positions: int) -> None:
         self._core.enter(seq)
@@ -286,35 +291,61 @@ class DenseLifecycle(ModelLifecycle):
     def rewind(self, seq: SequenceState, new_len: int) -> None:
         self._core.enter(seq)
         new_len = whole_number("new_len", new_len, 0)
+        held = seq.held
+        if held is not None and new_len not in (0, held.length) and new_len <= seq.seq_len:
+            seq.native.check()
+            raise SequenceStateError(
+                f"the recurrent state stands at {held.length}, not at {new_len}; "
+                "restore a snapshot first"
+            )
         seq.native.rewind(new_len)
         if new_len == 0:
             seq.forget_lookup()
+        if held is not None:
+            held.cut(new_len)
+            if held.length != new_len:
+                held.zero()
 
     def free_sequence(self, seq: SequenceState) -> None:
         self._core.enter(seq)
         seq.forget_lookup()
         seq.native.release()
+        if seq.held is not None:
+            seq.held.release()
 
     def compact_sequence(self, seq: SequenceState, new_slot: int) -> None:
-        self._core.enter(seq)
-        raise InvalidArgumentError(
-            f"new_slot is {new_slot}; allowed: none, this model has no recurrent slots"
-        )
+        core = self._core
+        core.enter(seq)
+        if core.states is None:
+            raise InvalidArgumentError(
+                f"new_slot is {new_slot}; allowed: none, this model has no recurrent slots"
+            )
+        core.require_state(seq)
+        running = core.states.running
+        new_slot = whole_number("new_slot", new_slot, 0, running.num_total - 1)
+        if running.owner(new_slot) != BY_HAND or new_slot == seq.slot:
+            raise InvalidArgumentError(
+                f"new_slot is {new_slot}; allowed: the slot of another sequence driven by hand"
+            )
+        assert seq.held is not None
+        seq.held.move_to(new_slot)
 
     def detach_slot_for_reuse(self, retired: SequenceState) -> None:
         self._core.enter(retired)
-        retired.slot = None
+        if retired.held is not None:
+            retired.held.give_up_slot()
 
     def fork(self, seq: SequenceState) -> SequenceState:
         core = self._core
         core.enter(seq)
         native = Sequence(core.blocks, core.pools.block_size)
         native.share(seq.native)
+        core.require_state(seq)
         forked = replace(
             seq,
             native=native,
+            held=None if seq.held is None else seq.held.fork(),
             prefix=None,
-            layer_states=list(seq.layer_states),
             vision_spans=list(seq.vision_spans),
         )
         if not forked.seq_len:
@@ -327,13 +358,9 @@ class DenseLifecycle(ModelLifecycle):
         native = seq.native
         native.check()
         if core.prefix_cache is not None and native.kv_valid_tokens >= native.block_size:
-            core.prefix_cache.insert(
-                native.tokens,
-                native.block_table,
-                native.kv_valid_tokens,
-                seq.num_exact,
-                prefix_seed(seq),
-            )
+            insert_blocks(core, seq)
+            if seq.held is not None:
+                cache_state(core, seq, seq.held)
 
     @property
     def num_free_blocks(self) -> int:
@@ -389,7 +416,9 @@ class DenseLifecycle(ModelLifecycle):
             seq.num_exact,
             native.kv_valid_tokens,
         )
-        write_sequence(writer, header, native.tokens, core.pools.read(held))
+        core.require_state(seq)
+        parts = core.pools.read(held)
+        write_sequence(writer, header, native.tokens, parts, state=seq.read_state())
 
     def restore_sequence_state(self, seq: SequenceState, num_blocks: int, reader: BinaryIO) -> None:
         core = self._core
@@ -412,13 +441,14 @@ class DenseLifecycle(ModelLifecycle):
                     f"num_blocks is {num_blocks}; the saved sequence fills {needed}"
                 )
             core.pools.write(native.block_table[:needed], saved.parts)
+            seq.forget_lookup()
             native.advance(saved.tokens)
+            seq.write_state(saved.state)
         except BaseException:
             native.trim(before)
             raise
         native.prompt_len = saved.header.prompt_len
         native.kv_valid_tokens = saved.header.kv_valid_tokens
-        seq.forget_lookup()
         if saved.header.exact_len < saved.header.prompt_len:
             seq.exact_len = saved.header.exact_len
 

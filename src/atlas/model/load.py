@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from numbers import Integral
 from typing import Literal
 
 from atlas.architectures.decoder import NetworkBuilder, Quantize
-from atlas.architectures.weight_names import expected_weights
+from atlas.architectures.weight_names import expected_weights, is_array, is_sensitive
 from atlas.backends.backend import Backend, DeviceName, backend_named
 from atlas.cache.kv import BLOCK_SIZE
+from atlas.cache.recurrent import SlotCounts, recurrent_bytes
+from atlas.cache.state_slots import StateSlots
 from atlas.config import ModelConfig
 from atlas.errors import InvalidArgumentError
 from atlas.layers.step import StepShape, buffer_shapes
@@ -23,6 +26,7 @@ from atlas.model.lifecycle import DenseLifecycle
 from atlas.model.logits import DenseLogits
 from atlas.model.memory import MemoryPlan
 from atlas.model.records import metadata_rows
+from atlas.model.ssm import RecurrentState
 from atlas.model.streams import DenseStreams
 from atlas.model.verify import DenseVerify
 from atlas.ops.blocks import FORMATS
@@ -34,6 +38,7 @@ _MAX_ROWS = 512
 _LOGITS_ROWS = 64
 _MAX_RUNNING = 32
 _MAX_PREFILLS = 16
+_STATE_SNAPSHOTS = 16
 # Far more threads than CPUs only wait for each other at every barrier.
 MAX_THREADS = max(64, 4 * len(os.sched_getaffinity(0)))
 
@@ -57,7 +62,10 @@ class LoadOptions:
     max_step_tokens : int
         Rows of one step; longer prompt windows run in pieces.
     max_running : int
-        Sequences of a decode step; sizes the metadata and the logits arena.
+        Sequences of a decode step; sizes the metadata and the logits arena, and gives each
+        sequence a slot of recurrent state.
+    state_snapshots : int
+        Snapshots of recurrent state, for prefixes and rewinds; 0 allowed.
     device : {"cpu", "cuda"}
     stream : object, optional
         Of another library, to run on; CUDA only.
@@ -71,6 +79,7 @@ class LoadOptions:
     quantize: Quantize | None = None
     max_step_tokens: int = _MAX_ROWS
     max_running: int = _MAX_RUNNING
+    state_snapshots: int = _STATE_SNAPSHOTS
     device: DeviceName = "cpu"
     stream: object = None
 
@@ -79,13 +88,17 @@ class LoadOptions:
         _one_of("dtype", self.dtype, backend.dtypes)
         _one_of("kv_dtype", self.kv_dtype, ("auto", *backend.kv_dtypes))
         _one_of("quantize", self.quantize, (None, "q8_0", "q4_0"))
-        for name in ("threads", "max_seq_len", "kv_tokens", "max_step_tokens", "max_running"):
+        least = {"threads": 1, "max_seq_len": 1, "kv_tokens": 1, "max_step_tokens": 1}
+        least |= {"max_running": 1, "state_snapshots": 0}
+        for name, low in least.items():
             value = getattr(self, name)
             if value is None and name in ("max_seq_len", "kv_tokens"):
                 continue
             whole = isinstance(value, Integral) and not isinstance(value, bool)
-            if not whole or value < 1:
-                raise InvalidArgumentError(f"{name} is {value!r}; allowed: an integer of 1 or more")
+            if not whole or value < low:
+                raise InvalidArgumentError(
+                    f"{name} is {value!r}; allowed: an integer of {low} or more"
+                )
             object.__setattr__(self, name, int(value))
         if self.threads > MAX_THREADS:
             raise InvalidArgumentError(f"threads is {self.threads}; allowed: 1 … {MAX_THREADS}")
@@ -108,6 +121,8 @@ class LoadPlan:
     limits : Limits
     num_blocks : int
         Blocks of the KV pool.
+    slots : SlotCounts
+        Of the recurrent pools, where the model has recurrent layers.
     kv_dtype : str
     formats : dict
         Canonical weight name → its format in memory; ``b8_32`` and ``b8_16`` are the internal
@@ -118,6 +133,7 @@ class LoadPlan:
 
     limits: Limits
     num_blocks: int
+    slots: SlotCounts
     kv_dtype: str
     formats: dict[str, str]
     buffer_shapes: dict[str, tuple[int, ...]]
@@ -188,10 +204,12 @@ def _load(
     runtime = backend.open(plan, on_compile)
     try:
         pools = runtime.pools(config, plan.num_blocks, plan.kv_dtype)
+        recurrent = runtime.recurrent_pools(config, plan.slots)
         buffers = runtime.buffers(plan.buffer_shapes)
         builder = NetworkBuilder(
             checkpoint,
             pools,
+            recurrent,
             runtime,
             weights,
             limits.max_seq_len,
@@ -203,7 +221,10 @@ def _load(
         runtime.prepare(
             network, buffers, [StepShape.prompt(limits.piece_rows), StepShape.decode(1)]
         )
-        core = ModelCore(config, network, runtime, pools, buffers, limits)
+        states = StateSlots(recurrent) if recurrent is not None else None
+        core = ModelCore(
+            config, network, runtime, pools, buffers, limits, states, network.recurrence()
+        )
     except BaseException:
         runtime.close()
         raise
@@ -215,6 +236,7 @@ def _load(
         streams=DenseStreams(core),
         verify=DenseVerify(core),
         circuit=DenseCircuit(core),
+        ssm=None if states is None else RecurrentState(core),
     )
     return LoadedModel(model, core, plan.memory, weights.formats, plan.kv_dtype)
 
@@ -252,6 +274,11 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
         max(_LOGITS_ROWS, most + _MAX_PREFILLS),
         max_seq_len,
     )
+    slots = SlotCounts(
+        running=options.max_running + _MAX_PREFILLS,
+        snapshots=options.state_snapshots,
+        checkpoints=options.max_running,
+    )
     buffers = buffer_shapes(
         config, limits.max_rows, limits.max_seqs, -(-max_seq_len // BLOCK_SIZE), limits.logits_rows
     )
@@ -260,13 +287,16 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
         name: _format_in_memory(name, format, shapes[name], config, options, backend)
         for name, format in stored.items()
     }
-    weights = sum(_bytes_in_memory(formats[name], shape, backend) for name, shape in shapes.items())
+    weights = sum(
+        _bytes_in_memory(name, formats[name], shape, backend) for name, shape in shapes.items()
+    )
     memory = MemoryPlan(
         weights=weights + _rope_bytes(config, max_seq_len, backend),
         kv_pool=num_blocks * backend.kv_block_bytes(config, kv_dtype),
         buffers=backend.buffer_bytes(buffers),
+        recurrent=recurrent_bytes(config, slots),
     )
-    return LoadPlan(limits, num_blocks, kv_dtype, formats, buffers, memory)
+    return LoadPlan(limits, num_blocks, slots, kv_dtype, formats, buffers, memory)
 
 
 def _format_in_memory(
@@ -277,19 +307,19 @@ def _format_in_memory(
     options: LoadOptions,
     backend: Backend,
 ) -> str:
-    if len(shape) == 1:
+    if is_array(name, shape):
         return "f32"
     groups = config.moe.num_experts if config.moe is not None and ".experts." in name else 1
     if options.dtype == "float32":
         stored = "f32"
-    elif options.quantize is not None and not name.endswith("router"):
+    elif options.quantize is not None and not is_sensitive(name):
         stored = stored if FORMATS[stored].is_quantized else options.quantize
     return backend.matrix_format(stored, shape[1], groups)
 
 
-def _bytes_in_memory(format: str, shape: tuple[int, ...], backend: Backend) -> int:
-    if len(shape) == 1:
-        return backend.vector_bytes(shape[0])
+def _bytes_in_memory(name: str, format: str, shape: tuple[int, ...], backend: Backend) -> int:
+    if is_array(name, shape):
+        return backend.vector_bytes(prod(shape))
     return backend.matrix_bytes(format, *shape)
 
 

@@ -18,11 +18,12 @@ class MemoryPlan:
     weights: int
     kv_pool: int
     buffers: int
+    recurrent: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.kv_pool + self.buffers
+        return self.weights + self.kv_pool + self.buffers + self.recurrent
 
     def require_room(self, free: int, held: int = 0) -> None:
         """Refuse a plan larger than the bytes ``free`` now and the ``held`` bytes of it.
@@ -37,10 +38,14 @@ class MemoryPlan:
 
     def refusal(self, reason: str) -> OutOfMemoryError:
         """The error that says what was planned and why it cannot be."""
+        recurrent, lower = "", "kv_tokens or max_seq_len"
+        if self.recurrent:
+            recurrent = f"recurrent state {self.recurrent / 2**20:.0f} MiB, "
+            lower += ", max_running or state_snapshots"
         return OutOfMemoryError(
-            f"weights need {self.weights / 2**20:.0f} MiB, the KV cache "
+            f"weights need {self.weights / 2**20:.0f} MiB, {recurrent}the KV cache "
             f"{self.kv_pool / 2**20:.0f} MiB and buffers {self.buffers / 2**20:.0f} MiB; "
-            f"{reason}; lower kv_tokens or max_seq_len, or quantize"
+            f"{reason}; lower {lower}, or quantize"
         )
 
 

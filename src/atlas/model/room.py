@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from atlas.cache.state_slots import HeldState
 from atlas.errors import KvExhausted
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Taken:
             (seq.seq_len, seq.prompt_len, seq.kv_valid_tokens, seq.native.num_blocks)
             for seq in seqs
         ]
+        self._states = [0 if seq.held is None else seq.held.length for seq in seqs]
         self._replaced: list[Replaced] = []
         self._displaced: list[int] = []  # reserved blocks in whose place shared ones came
 
@@ -97,6 +99,17 @@ class Taken:
             core.blocks.release(block)
         for seq, (_, _, _, num_blocks) in zip(self._seqs, self._before, strict=True):
             seq.native.reserve(num_blocks * core.pools.block_size)
+        for seq, length in zip(self._seqs, self._states, strict=True):
+            if seq.held is not None and seq.held.length != length:
+                self._lose_state(seq, seq.held)
+
+    def _lose_state(self, seq: SequenceState, held: HeldState) -> None:
+        """A recurrent state that rows have overwritten does not come back."""
+        if seq.seq_len:
+            seq.native.fail()
+            return
+        seq.forget_lookup()
+        held.zero()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas._native.sequence import Sequence
+from atlas.cache.state_slots import HeldState
 from atlas.errors import SequenceStateError
 
 Status = Literal["active", "failed", "freed"]
@@ -27,10 +28,10 @@ class SequenceState:
         Identity of the model whose pools hold it.
     budget_tokens : int
         The most positions it may reach.
-    slot : int, optional
-        Recurrent pool slot; None without one, or after detach.
-    layer_states, proposer : object
-        Handles of recurrent layers and of a proposer.
+    held : HeldState, optional
+        Its slots of the recurrent pools; None without recurrent layers.
+    proposer : object
+        Handle of a proposer's state.
     matched_tokens, matched_blocks, lookup_done : int, int, bool
         The prefix lookup's recorded decision, replayed when a prefill is retried.
     prefix : Sequence, optional
@@ -51,8 +52,7 @@ class SequenceState:
     native: Sequence
     model_key: object
     budget_tokens: int
-    slot: int | None = None
-    layer_states: list[Any] = field(default_factory=list)
+    held: HeldState | None = None
     proposer: Any = None
     matched_tokens: int = 0
     matched_blocks: int = 0
@@ -68,6 +68,11 @@ class SequenceState:
     encoder: Any = None
     source_language: int = 0
     target_language: int = 0
+
+    @property
+    def slot(self) -> int | None:
+        """Recurrent pool slot; None without one, or after detach."""
+        return None if self.held is None else self.held.slot
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -115,9 +120,20 @@ class SequenceState:
         """Drop the lookup's decision and what it holds; the next first window decides anew."""
         if self.prefix is not None:
             self.prefix.release()
+            if self.held is not None:  # the state that belongs to the prefix
+                self.held.zero()
         self.prefix = self.exact_len = None
         self.matched_tokens = self.matched_blocks = 0
         self.lookup_done = False
+
+    def read_state(self) -> list[NDArray[Any]]:
+        """A copy of the recurrent state, layer by layer, state then tail; empty without one."""
+        return [] if self.held is None else self.held.read()
+
+    def write_state(self, parts: list[NDArray[Any]]) -> None:
+        """What :meth:`read_state` gave of a sequence of the same model and length."""
+        if self.held is not None:
+            self.held.write(parts, self.seq_len)
 
     def __copy__(self) -> SequenceState:
         raise SequenceStateError("a sequence owns its blocks; use lifecycle.fork(seq)")

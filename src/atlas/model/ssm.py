@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from atlas.errors import InvalidArgumentError, SequenceStateError
+from atlas.model.prefix import cache_state, insert_blocks
+from atlas.whole_number import whole_number
+
 if TYPE_CHECKING:
+    from atlas.cache.state_slots import HeldState
+    from atlas.model.core import ModelCore
     from atlas.model.records import Stream
     from atlas.model.sequence import SequenceState
+
+RING_SLOTS = 4
 
 
 class ModelSsmState(Protocol):
@@ -124,3 +132,100 @@ class ModelSsmState(Protocol):
     def snapshot_occupancy(self) -> tuple[int, int] | None:
         """(used, total) slots of the snapshot pool; None without a pool."""
         ...
+
+
+class RecurrentState(ModelSsmState):
+    """Recurrent state in the slots of one set of pools.
+
+    On the CPU a copy is done when a call returns: the asynchronous members are the others under
+    another name, and :meth:`sync_secondary` finds nothing to wait for.
+    """
+
+    rollback_unsupported = False
+    rollback_ring_slots = RING_SLOTS
+
+    def __init__(self, core: ModelCore) -> None:
+        self._core = core
+
+    def checkpoint(self, seq: SequenceState) -> None:
+        self._at_rest(seq).take_checkpoint()
+
+    def rollback(self, seq: SequenceState, rows_kept: int) -> None:
+        core = self._core
+        core.enter(seq)
+        seq.native.check()
+        checkpoint = _held(seq).checkpoint
+        if checkpoint is None:
+            raise SequenceStateError("this sequence has no checkpoint to roll back to")
+        core.roll_back(seq, whole_number("rows_kept", rows_kept, 0, checkpoint.num_kept))
+
+    def start_checkpoint_async(self, seq: SequenceState) -> None:
+        self.checkpoint(seq)
+
+    def start_rollback_and_checkpoint_async(self, seq: SequenceState, rows_kept: int) -> None:
+        self.rollback(seq, rows_kept)
+        _held(seq).take_checkpoint()
+
+    def sync_secondary(self) -> None:
+        self._core.enter()
+
+    def commit_accepted_prefix(self, seq: SequenceState, rows_kept: int, k: int) -> None:
+        core = self._core
+        core.enter(seq)
+        if not seq.verify_rows or k != seq.verify_rows:
+            raise SequenceStateError(
+                f"k is {k}, but a verify of {seq.verify_rows} rows awaits its accept"
+            )
+        rows_kept = whole_number("rows_kept", rows_kept, 0, k)
+        if _held(seq).length != seq.seq_len - k + rows_kept:
+            core.roll_back(seq, rows_kept)
+
+    def save_snapshot(self, seq: SequenceState, ring_slot: int) -> None:
+        held = self._at_rest(seq)
+        held.put_in_ring(whole_number("ring_slot", ring_slot, 0, RING_SLOTS - 1))
+        seq.snapshot_ring_position = (ring_slot + 1) % RING_SLOTS
+
+    def restore_snapshot(self, seq: SequenceState, ring_slot: int) -> None:
+        self._core.enter(seq)
+        seq.native.check()
+        held = _held(seq)
+        snapshot = held.ring.get(whole_number("ring_slot", ring_slot, 0, RING_SLOTS - 1))
+        if snapshot is None:
+            raise SequenceStateError(f"this sequence saved no snapshot in ring slot {ring_slot}")
+        held.copy_from(snapshot.slot, snapshot.length)
+
+    def prefix_checkpoint(self, seq: SequenceState) -> None:
+        core = self._core
+        held = self._at_rest(seq)
+        if core.prefix_cache is None or not seq.seq_len or seq.seq_len % core.pools.block_size:
+            return
+        insert_blocks(core, seq)
+        cache_state(core, seq, held)
+
+    def normalize(self, seq: SequenceState, *, stream: Stream | None = None) -> None:
+        """Nothing to do: no model of ours clamps its state."""
+        self._core.enter(seq)
+        self._core.check_stream(stream)
+
+    @property
+    def snapshot_occupancy(self) -> tuple[int, int] | None:
+        self._core.require_alive()
+        states = self._core.states
+        assert states is not None
+        if not states.snapshots.num_total:
+            return None
+        return states.snapshots.num_used, states.snapshots.num_total
+
+    def _at_rest(self, seq: SequenceState) -> HeldState:
+        """The state of a sequence that stands where its tokens end, with no verify pending."""
+        self._core.enter(seq)
+        seq.native.check()
+        self._core.require_state(seq)
+        return _held(seq)
+
+
+def _held(seq: SequenceState) -> HeldState:
+    held = seq.held
+    if held is None or held.slot is None:
+        raise InvalidArgumentError("this sequence has no recurrent slot")
+    return held

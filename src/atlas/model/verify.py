@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from atlas.cache.recurrent import CHECKPOINT_ROWS
 from atlas.errors import InvalidArgumentError, SequenceStateError
 from atlas.model.batch import Window, build
 from atlas.model.capability import Unavailable
@@ -164,10 +165,12 @@ class ModelVerify(Protocol):
 
 
 class DenseVerify(ModelVerify):
-    """Verify for models whose only state is paged KV: a rollback lowers the length.
+    """Verify with one set of weights: a rollback lowers the length.
 
-    Where the circuit runs graphs, steps of drafts are graphs as steps of one row are, so that
-    ``decode_verify`` and ``graphed`` are one: the same bits, and the circuit's disclosure of both.
+    A recurrent state is kept before the verify and put back when a row is rejected; the kept rows
+    run through the recurrent layers again, over the inputs that the verify left. Where the circuit
+    runs graphs, steps of drafts are graphs as steps of one row are, so that ``decode_verify`` and
+    ``graphed`` are one: the same bits, and the circuit's disclosure of both.
     """
 
     batched = Unavailable("verify")
@@ -190,14 +193,21 @@ class DenseVerify(ModelVerify):
         seq.native.check()
         if not seq.seq_len:
             raise SequenceStateError("verify needs a sequence with at least one position")
+        core.require_state(seq)
         if logits not in ("all", "last", "none"):
             raise InvalidArgumentError(f"logits is {logits!r}; allowed: 'last', 'all', 'none'")
         k = len(ids)
         core.require_length(seq.seq_len + k)
+        if seq.held is not None and k > CHECKPOINT_ROWS:
+            raise InvalidArgumentError(
+                f"a verify of {k} rows; allowed with recurrent layers: 1 … {CHECKPOINT_ROWS}"
+            )
         window = Window(seq, ids, "step", k)
         core.require_rows([window])
         first = core.place_logits(0, k)
         with core.room([seq], [k]):
+            if seq.held is not None:
+                seq.held.take_checkpoint()
             core.run(build([window], first))
             view = core.arena.claim(first, k)
             argmax = core.argmax(view)
@@ -224,4 +234,12 @@ class DenseVerify(ModelVerify):
 
     def accept(self, seq: SequenceState, rows_kept: int) -> None:
         self._core.enter(seq)
+        start = seq.seq_len - seq.verify_rows
         seq.native.accept(whole_number("rows_kept", rows_kept, 0))
+        held = seq.held
+        if held is None:
+            return
+        if held.length != seq.seq_len:
+            self._core.roll_back(seq, seq.seq_len - start)
+        held.drop_checkpoint()
+        held.cut(seq.seq_len)

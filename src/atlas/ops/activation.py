@@ -1,4 +1,4 @@
-"""Elementwise ops: gated activations, addition, soft capping."""
+"""Elementwise ops: activations and gates, addition, soft capping."""
 
 from __future__ import annotations
 
@@ -8,6 +8,26 @@ from numpy.typing import NDArray
 from atlas.ops.spec import op
 
 Float = NDArray[np.float32]
+
+
+def sigmoid(x: Float) -> Float:
+    """1 / (1 + exp(−x))."""
+    with np.errstate(over="ignore"):
+        sigma: Float = np.float32(1) / (np.float32(1) + np.exp(-x))
+    return sigma
+
+
+def silu(x: Float) -> Float:
+    """x / (1 + exp(−x))."""
+    with np.errstate(over="ignore"):
+        activated: Float = np.divide(x, np.float32(1) + np.exp(-x))
+    return activated
+
+
+def softplus(x: Float) -> Float:
+    """log(1 + exp(x)), as max(x, 0) + log(1 + exp(−|x|)), which does not overflow."""
+    positive: Float = np.maximum(x, np.float32(0)) + np.log1p(np.exp(-np.abs(x)))
+    return positive
 
 
 @op
@@ -26,8 +46,7 @@ def silu_and_mul(gate_up: Float, *, out: Float) -> None:
     Shazeer, "GLU Variants Improve Transformer" (2020), arXiv 2002.05202.
     """
     gate, up = np.split(gate_up, 2, axis=-1)
-    with np.errstate(over="ignore"):
-        out[...] = gate / (np.float32(1) + np.exp(-gate)) * up
+    out[...] = silu(gate) * up
 
 
 @op
@@ -48,6 +67,43 @@ def gelu_tanh_and_mul(gate_up: Float, *, out: Float) -> None:
     gate, up = np.split(gate_up, 2, axis=-1)
     inner = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate**3)
     out[...] = np.float32(0.5) * gate * (np.float32(1) + np.tanh(inner)) * up
+
+
+@op
+def relu_squared(x: Float, *, out: Float) -> None:
+    """out = max(x, 0)², float32 [T, F]; ``out`` may be ``x``.
+
+    Source
+    ------
+    So et al., "Primer" (2021), arXiv 2109.08668.
+    """
+    out[...] = np.square(np.maximum(x, np.float32(0)))
+
+
+@op
+def sigmoid_gate(x: Float, gate: Float, *, out: Float) -> None:
+    """out = x · σ(gate).
+
+    Parameters
+    ----------
+    x : float32 [T, D]
+        Rows may be strided; so for ``gate`` and ``out``.
+    gate : float32 [T, D] or [T, 1]
+        One for each element (the output gate of attention), or one a row (a shared expert's).
+    out : float32 [T, D]
+        Written; may be ``x``.
+
+    Source
+    ------
+    Qiu et al., "Gated Attention for Large Language Models" (2025), arXiv 2505.06708.
+    """
+    out[...] = x * sigmoid(gate)
+
+
+@op
+def zero(*, out: Float) -> None:
+    """out = 0, float32 [T, D]; rows may be strided."""
+    out[...] = 0
 
 
 @op

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from atlas.errors import ShapeError
 
@@ -49,3 +51,24 @@ def match_dims(*pairs: object, dtype: object = None) -> dict[str, int]:
 def _parsed(spec: str) -> tuple[tuple[str, int | None], ...]:
     """Names of a specification, each with its size where it is a literal."""
     return tuple((name, int(name) if name.isdigit() else None) for name in spec.split())
+
+
+def require_contiguous(**arrays: NDArray[Any] | None) -> None:
+    """Refuse, by name, an array that is not contiguous."""
+    for name, array in arrays.items():
+        if array is not None and not array.flags.c_contiguous:
+            raise ShapeError(f"{name} must be contiguous")
+
+
+def require_rows(**arrays: NDArray[Any]) -> None:
+    """Refuse an array whose rows, of two dimensions or more, are not contiguous in themselves."""
+    for name, array in arrays.items():
+        if array.size and not array[0].flags.c_contiguous:
+            raise ShapeError(f"a row of {name} must be contiguous")
+
+
+def match_sequences(
+    slots: NDArray[Any], cu_rows: NDArray[Any], positions: NDArray[Any], num_rows: int
+) -> None:
+    """int32 [N], [N + 1] and [T]."""
+    match_dims("N", slots, f"{len(slots) + 1}", cu_rows, f"{num_rows}", positions, dtype="int32")

@@ -33,3 +33,13 @@ def embedding(ids: NDArray[np.int32], table: HostMatrix, scale: float, *, out: F
 def gather_rows(x: Float, rows: NDArray[np.int32], *, out: Float) -> None:
     """out[i] = x[rows[i]]; float32 [T, D] → [L, D]."""
     out[...] = x[rows]
+
+
+@op
+def scatter_rows(x: Float, rows: NDArray[np.int32], *, out: Float) -> None:
+    """out[rows[i]] = x[i], except where rows[i] is −1; float32 [L, D] → [T, D].
+
+    Rows of ``out`` that are not named are left alone; none is named twice.
+    """
+    named = rows >= 0
+    out[rows[named]] = x[named]

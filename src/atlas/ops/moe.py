@@ -2,42 +2,81 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from atlas.ops.activation import gelu_tanh_and_mul, relu_squared, sigmoid, silu_and_mul
 from atlas.ops.blocks import HostMatrix
 from atlas.ops.linear import product
 from atlas.ops.spec import op
 
 Float = NDArray[np.float32]
 Int = NDArray[np.int32]
+Scoring = Literal["softmax", "sigmoid"]
+SCORINGS: tuple[Scoring, ...] = get_args(Scoring)
 
 
 @op
-def moe_route(scores: Float, normalize: bool, *, ids: Int, weights: Float) -> None:
-    """Choose each row's experts by softmax.
+def moe_route(
+    scores: Float,
+    normalize: bool,
+    scoring: Scoring = "softmax",
+    bias: Float | None = None,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    *,
+    ids: Int,
+    weights: Float,
+) -> None:
+    """Choose each row's experts and weigh them by their probabilities.
 
     Parameters
     ----------
     scores : float32 [T, E]
         Router logits.
     normalize : bool
-        Divide the chosen probabilities by their sum.
+        Divide the chosen probabilities by their sum (plus 1e-20).
+    scoring : str
+        "softmax" over the experts, or "sigmoid" of each score.
+    bias : float32 [E], optional
+        Added to the probabilities for the choice only; weights come without it.
+    scale : float
+        Multiplies the weights.
+    num_groups, top_groups : int
+        Only experts of the ``top_groups`` best of ``num_groups`` equal groups may be chosen. A
+        group's worth is the sum of its two greatest (biased) probabilities; lower group on ties.
     ids : int32 [T, X]
-        Written: the X most probable experts, greatest first, lower id first on ties.
+        Written: the X experts of greatest (biased) probability, greatest first, lower id first on
+        ties.
     weights : float32 [T, X]
         Written.
 
     Source
     ------
-    Shazeer et al., "Outrageously Large Neural Networks" (2017), arXiv 1701.06538.
+    Shazeer et al., "Outrageously Large Neural Networks" (2017), arXiv 1701.06538; DeepSeek-AI,
+    "DeepSeek-V3" (2024), arXiv 2412.19437, section 2.1.2.
     """
-    exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    probabilities = exponentials / exponentials.sum(axis=-1, keepdims=True)
-    ids[...] = np.argsort(-probabilities, axis=-1, kind="stable")[:, : ids.shape[1]]
+    if scoring == "softmax":
+        exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        probabilities = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    else:
+        probabilities = sigmoid(scores)
+    choice = probabilities if bias is None else probabilities + bias
+    if top_groups < num_groups:
+        groups = choice.reshape(len(choice), num_groups, -1)
+        worth = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+        best = np.argsort(-worth, axis=-1, kind="stable")[:, :top_groups]
+        allowed = np.zeros(worth.shape, np.bool_)
+        np.put_along_axis(allowed, best, True, axis=-1)
+        choice = np.where(allowed[..., None], groups, -np.inf).reshape(choice.shape)
+    ids[...] = np.argsort(-choice, axis=-1, kind="stable")[:, : ids.shape[1]]
     chosen = np.take_along_axis(probabilities, ids.astype(np.int64), axis=-1)
-    weights[...] = chosen / chosen.sum(axis=-1, keepdims=True) if normalize else chosen
+    if normalize:
+        chosen = chosen / (chosen.sum(axis=-1, keepdims=True) + np.float32(1e-20))
+    weights[...] = chosen * np.float32(scale)
 
 
 @op
@@ -65,7 +104,8 @@ def moe_experts(
         The experts' matrices, one under the other.
     ids, weights : int32 and float32 [T, X]
         As :func:`moe_route` leaves them.
-    activation : {"silu", "gelu_tanh"}
+    activation : {"silu", "gelu_tanh", "relu_squared"}
+        With ``relu_squared`` the experts have no gate: ``gate_up`` [E · F, D] holds their ``up``.
     expert_gate_up, expert_activated, expert_out : float32 [T, X, 2F], [T, X, F], [T, X, D]
         Scratch.
     out : float32 [T, D]
@@ -75,12 +115,16 @@ def moe_experts(
     -----
     Each (row, expert) product is summed in the order of ``linear``.
     """
-    (rows, top_k, inner), gate = expert_activated.shape, gelu_tanh_and_mul
-    if activation == "silu":
-        gate = silu_and_mul
-    moe_linear(x[:, None], gate_up, ids, out=expert_gate_up)
+    rows, top_k, inner = expert_activated.shape
     pairs = rows * top_k
-    gate(expert_gate_up.reshape(pairs, -1), out=expert_activated.reshape(pairs, inner))
+    activated = expert_activated.reshape(pairs, inner)
+    if activation == "relu_squared":
+        moe_linear(x[:, None], gate_up, ids, out=expert_activated)
+        relu_squared(activated, out=activated)
+    else:
+        gate = silu_and_mul if activation == "silu" else gelu_tanh_and_mul
+        moe_linear(x[:, None], gate_up, ids, out=expert_gate_up)
+        gate(expert_gate_up.reshape(pairs, -1), out=activated)
     moe_linear(expert_activated, down, ids, out=expert_out)
     moe_combine(expert_out, weights, out=out)
 

@@ -16,10 +16,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.architectures.dense import family_named
+from atlas.architectures.families import family_named
 from atlas.architectures.gguf_config import config_from_gguf, with_rope_divisors
+from atlas.architectures.gguf_names import gguf_sources
 from atlas.architectures.huggingface_config import config_from_huggingface
-from atlas.architectures.weight_sources import FileKind, Source, sources
+from atlas.architectures.huggingface_names import (
+    embedding_tensor,
+    huggingface_sources,
+    vision_tensors,
+)
+from atlas.architectures.weight_sources import FileKind, Source
 from atlas.config import ModelConfig
 from atlas.errors import AtlasError, InvalidArgumentError, ModelFileError
 from atlas.ops.blocks import HostMatrix
@@ -27,7 +33,7 @@ from atlas.weights.gguf import GgufFile
 from atlas.weights.locate import ModelLocation, locate
 from atlas.weights.safetensors import SafetensorsFolder, read_json
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_HEAD = "lm_head.weight"
 _ROPE_FREQS = "rope_freqs.weight"
 _NAMES_SHOWN = 20
 
@@ -94,14 +100,15 @@ class Checkpoint:
         self.ignored_options = ignored_options
         self._file = file
         _check_expert_count(file, config, kind)
-        self._sources = sources(config, kind, file.tensors)
+        find = gguf_sources if kind == "gguf" else huggingface_sources
+        self._sources = find(config, file.tensors)
         _check_complete(file, self._sources, frozenset(consumed))
         file.check_supported()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file's tensors."""
-        return sum(tensor.nbytes for tensor in self._file.tensors.values())
+        """Bytes of all weights in the file."""
+        return sum(self.stored_bytes(name) for name in self._sources)
 
     @property
     def identity(self) -> tuple[tuple[str, int, int], ...]:
@@ -116,29 +123,32 @@ class Checkpoint:
         }
 
     def stored_bytes(self, name: str) -> int:
-        """Bytes of a weight in its file."""
-        return sum(self._file.tensors[tensor].nbytes for tensor in self._source(name).tensors)
+        """Bytes of a weight in its file; of a tensor that holds several weights, its share."""
+        source = self._source(name)
+        nbytes = sum(self._file.tensors[tensor].nbytes for tensor in source.tensors)
+        return round(nbytes * source.share)
 
     def matrix(self, name: str) -> HostMatrix:
         """A weight matrix: a view of the mapped file, or a copy where rows had to be gathered
-        (q and k of Llama GGUF files) or stacked (experts stored one by one)."""
+        (q and k of Llama GGUF files, gated queries) or stacked (experts stored one by one)."""
         source = self._source(name)
+        if len(source.shape) == 1:  # one row, whose dimension of size 1 the converter dropped
+            row = self._file.vector(source.tensors[0])[None]
+            return HostMatrix("f32", 1, row.shape[1], row)
         parts = [self._file.matrix(tensor) for tensor in source.tensors]
         first = parts[0]
         if len(parts) > 1:
             data = np.concatenate([part.data for part in parts])
             return HostMatrix(first.format, len(data), first.cols, data)
+        if (rows := source.row_range) is not None:
+            return first.row_slice(rows.start, rows.stop)
         index = source.row_index()
         return first if index is None else first.take_rows(index)
 
     def vector(self, name: str) -> NDArray[np.float32]:
-        """A norm's factors or a bias: a new float32 array [n]."""
+        """A norm's factors, a bias or a convolution's taps: a new float32 array, flat."""
         source = self._source(name)
-        values = self._file.vector(source.tensors[0])
-        index = source.row_index()
-        if index is not None:
-            values = values[index]
-        return values + np.float32(source.offset) if source.offset else values
+        return source.values(self._file.vector(source.tensors[0]))
 
     def release(self, name: str) -> None:
         """Drop a weight's pages from memory: it was repacked. Views of it stay valid."""
@@ -216,8 +226,14 @@ def _open_folder(location: ModelLocation) -> Checkpoint:
     try:
         # Old checkpoints kept the rotary frequencies as a buffer; they follow from the config.
         consumed = [name for name in folder.tensors if name.endswith(".rotary_emb.inv_freq")]
-        if config.tie_embeddings and _EMBEDDING in folder.tensors and _HEAD in folder.tensors:
-            if _are_equal(folder, _EMBEDDING, _HEAD):
+        if vision := vision_tensors(folder.tensors):
+            consumed += vision
+            ignored += (f"{len(vision)} tensors of the vision part",)
+        if not any(name.startswith("mtp.") for name in folder.tensors):
+            config = replace(config, mtp_kinds=())
+        embedding = embedding_tensor(config, folder.tensors)
+        if config.tie_embeddings and embedding in folder.tensors and _HEAD in folder.tensors:
+            if _are_equal(folder, embedding, _HEAD):
                 consumed.append(_HEAD)
             else:
                 config = replace(config, tie_embeddings=False)
@@ -260,12 +276,15 @@ def _are_equal(folder: SafetensorsFolder, first: str, second: str) -> bool:
 def _check_expert_count(file: _WeightFile, config: ModelConfig, kind: FileKind) -> None:
     """Refuse absurd expert counts before as many names are made."""
     moe, num_tensors = config.moe, len(file.tensors)
-    if moe is None or kind == "gguf" or any("experts.gate_up_proj" in n for n in file.tensors):
+    fused = (".experts.gate_up_proj", ".experts.up_proj")
+    if moe is None or kind == "gguf" or any(name.endswith(fused) for name in file.tensors):
         return
-    if moe.num_experts * sum(moe.sparse_layers) * 3 > num_tensors:
+    each = 3 if config.has_mlp_gate else 2
+    if moe.num_experts * sum(moe.sparse_layers) * each > num_tensors:
         raise ModelFileError(
             f"{file.path}: the config has {moe.num_experts} experts in each of "
-            f"{sum(moe.sparse_layers)} layers, 3 tensors each; the file has {num_tensors} tensors"
+            f"{sum(moe.sparse_layers)} layers, {each} tensors each; the file has {num_tensors} "
+            "tensors"
         )
 
 

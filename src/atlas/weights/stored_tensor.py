@@ -50,14 +50,17 @@ def matrix_view(file: MappedFile, tensor: StoredTensor) -> HostMatrix:
 
 
 def vector_copy(file: MappedFile, tensor: StoredTensor) -> NDArray[np.float32]:
-    """A 1-D tensor, dequantised: a new float32 array. Errors as for :func:`matrix_view`."""
+    """A tensor as a new float32 array, flat.
+
+    A quantised tensor must have one dimension. Errors as for :func:`matrix_view`.
+    """
     layout = _supported_format(file, tensor)
-    if len(tensor.shape) != 1 or 0 in tensor.shape:
+    if not tensor.shape or 0 in tensor.shape or (layout.is_quantized and len(tensor.shape) > 1):
         raise ModelFileError(
-            f"{file.path}: tensor {tensor.name} has shape {list(tensor.shape)}; "
-            "a vector needs 1 dimension that is not 0"
+            f"{file.path}: tensor {tensor.name} ({tensor.format}) has shape {list(tensor.shape)}; "
+            "a vector needs 1 dimension that is not 0, or several of floats"
         )
-    (length,) = tensor.shape
+    length = prod(tensor.shape)
     data = file.array(layout.dtype, tensor.offset, layout.row_elements(length))
     return dequantize(HostMatrix(layout.name, 1, length, data[None])).reshape(length)
 

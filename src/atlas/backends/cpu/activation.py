@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atlas.backends.cpu.device import Array, Queue, address, float_bits
+from atlas.backends.cpu.device import Args, Array, Queue, address, float_bits
 from atlas.errors import ShapeError
 from atlas.ops.check import match_dims
 
@@ -21,6 +21,28 @@ def silu_and_mul(queue: Queue, gate_up: Array, *, out: Array) -> None:
 
 def gelu_tanh_and_mul(queue: Queue, gate_up: Array, *, out: Array) -> None:
     _gated(queue, "activation.gelu_tanh_and_mul", gate_up, out)
+
+
+def relu_squared(queue: Queue, x: Array, *, out: Array) -> None:
+    sizes = match_dims("T F", x, "T F", out, dtype="float32")
+    args = (address(x), x.strides[0], sizes["T"], sizes["F"], address(out), out.strides[0])
+    queue.launch("activation.relu_squared", args, (x, out))
+
+
+def sigmoid_gate(queue: Queue, x: Array, gate: Array, *, out: Array) -> None:
+    sizes = match_dims("T D", x, "T G", gate, "T D", out, dtype="float32")
+    if sizes["G"] not in (1, sizes["D"]):
+        raise ShapeError(f"gate has {sizes['G']} columns; allowed: 1 or {sizes['D']}")
+    one_a_row = int(sizes["G"] == 1)
+    args: Args = (address(x), x.strides[0], sizes["T"], sizes["D"], address(gate), gate.strides[0])
+    args += (one_a_row, address(out), out.strides[0])
+    queue.launch("activation.sigmoid_gate", args, (x, gate, out))
+
+
+def zero(queue: Queue, *, out: Array) -> None:
+    sizes = match_dims("T D", out, dtype="float32")
+    args = (address(out), out.strides[0], sizes["T"], sizes["D"])
+    queue.launch("activation.zero", args, out)
 
 
 def add(queue: Queue, x: Array, y: Array, *, out: Array) -> None:

@@ -21,3 +21,11 @@ def gather_rows(queue: Queue, x: Array, rows: Array, *, out: Array) -> None:
     args: Args = (address(x), x.strides[0], address(rows), len(rows), sizes["D"])
     args += (address(out), out.strides[0])
     queue.launch("embedding.gather_rows", args, (x, rows, out))
+
+
+def scatter_rows(queue: Queue, x: Array, rows: Array, *, out: Array) -> None:
+    match_dims("L", rows, dtype="int32")
+    sizes = match_dims(f"{len(rows)} D", x, "T D", out, dtype="float32")
+    args: Args = (address(x), x.strides[0], address(rows), len(rows), sizes["D"])
+    args += (address(out), out.strides[0])
+    queue.launch("embedding.scatter_rows", args, (x, rows, out))

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
-from atlas.backends.cpu.activation import gelu_tanh_and_mul, silu_and_mul
-from atlas.backends.cpu.device import Args, Array, Queue, address
+from atlas.backends.cpu.activation import gelu_tanh_and_mul, relu_squared, silu_and_mul
+from atlas.backends.cpu.device import Args, Array, Queue, address, float_bits
 from atlas.backends.cpu.linear import activation_stride, activations
 from atlas.backends.cpu.pack import PackedMatrix
 from atlas.errors import ShapeError
-from atlas.ops.check import match_dims
+from atlas.ops.check import match_dims, require_contiguous
+from atlas.ops.moe import SCORINGS, Scoring
 
 
-def moe_route(queue: Queue, scores: Array, normalize: bool, *, ids: Array, weights: Array) -> None:
+def moe_route(
+    queue: Queue,
+    scores: Array,
+    normalize: bool,
+    scoring: Scoring = "softmax",
+    bias: Array | None = None,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    *,
+    ids: Array,
+    weights: Array,
+) -> None:
     sizes = match_dims("T E", scores, "T X", weights, dtype="float32")
     match_dims(f"{sizes['T']} {sizes['X']}", ids, dtype="int32")
-    _require_contiguous(scores=scores, ids=ids, weights=weights)
-    scratch = queue.device.scratch(scores.nbytes)
-    args: Args = (address(scores), sizes["T"], sizes["E"], sizes["X"], int(normalize), address(ids))
-    args += (address(weights), address(scratch))
-    queue.launch("moe.route", args, (scores, ids, weights, scratch))
+    experts = sizes["E"]
+    if bias is not None:
+        match_dims(f"{experts}", bias, dtype="float32")
+    require_contiguous(scores=scores, bias=bias, ids=ids, weights=weights)
+    if scoring not in SCORINGS:
+        raise ShapeError(f"scoring is {scoring!r}; allowed: {', '.join(SCORINGS)}")
+    if experts % num_groups or not 1 <= top_groups <= num_groups:
+        raise ShapeError(
+            f"{top_groups} of {num_groups} groups of {experts} experts; allowed: a divisor of the "
+            f"experts, and from 1 to that many"
+        )
+    if sizes["X"] > top_groups * (experts // num_groups):
+        raise ShapeError(
+            f"{sizes['X']} experts a row; allowed: up to {top_groups * (experts // num_groups)}"
+        )
+    scratch = queue.device.scratch(sizes["T"] * (2 * experts + num_groups) * 4)
+    args: Args = (address(scores), sizes["T"], experts, sizes["X"], int(normalize), address(ids))
+    args += (address(weights), address(scratch), int(scoring == "sigmoid"))
+    args += (0 if bias is None else address(bias), float_bits(scale), num_groups, top_groups)
+    queue.launch("moe.route", args, (scores, bias, ids, weights, scratch))
 
 
 def moe_experts(
@@ -36,9 +64,14 @@ def moe_experts(
 ) -> None:
     gates = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
     rows, top_k, inner = expert_activated.shape
-    moe_linear(queue, x[:, None, :], gate_up, ids, out=expert_gate_up)
-    both = expert_gate_up.reshape(rows * top_k, 2 * inner)
-    gates[activation](queue, both, out=expert_activated.reshape(rows * top_k, inner))
+    activated = expert_activated.reshape(rows * top_k, inner)
+    if activation == "relu_squared":
+        moe_linear(queue, x[:, None, :], gate_up, ids, out=expert_activated)
+        relu_squared(queue, activated, out=activated)
+    else:
+        moe_linear(queue, x[:, None, :], gate_up, ids, out=expert_gate_up)
+        both = expert_gate_up.reshape(rows * top_k, 2 * inner)
+        gates[activation](queue, both, out=activated)
     moe_linear(queue, expert_activated, down, ids, out=expert_out)
     moe_combine(queue, expert_out, weights, out=out)
 
@@ -47,7 +80,7 @@ def moe_linear(queue: Queue, x: Array, weight: PackedMatrix, ids: Array, *, out:
     sizes = match_dims("T I K", x, "T X N", out, dtype="float32")
     match_dims(f"{sizes['T']} {sizes['X']}", ids, dtype="int32")
     match_dims(f"T I {weight.cols}", x)
-    _require_contiguous(x=x, ids=ids, out=out)
+    require_contiguous(x=x, ids=ids, out=out)
     if sizes["I"] not in (1, sizes["X"]):
         raise ShapeError(f"x has {sizes['I']} inputs a row; allowed: 1 or {sizes['X']}")
     if weight.rows != weight.groups * sizes["N"]:
@@ -69,12 +102,6 @@ def moe_linear(queue: Queue, x: Array, weight: PackedMatrix, ids: Array, *, out:
 
 def moe_combine(queue: Queue, y: Array, weights: Array, *, out: Array) -> None:
     sizes = match_dims("T X D", y, "T X", weights, "T D", out, dtype="float32")
-    _require_contiguous(y=y, weights=weights)
+    require_contiguous(y=y, weights=weights)
     args: Args = (address(y), address(weights), sizes["T"], sizes["X"], sizes["D"], address(out))
     queue.launch("moe.combine", (*args, out.strides[0]), (y, weights, out))
-
-
-def _require_contiguous(**arrays: Array) -> None:
-    for name, array in arrays.items():
-        if not array.flags.c_contiguous:
-            raise ShapeError(f"{name} must be contiguous")

@@ -16,14 +16,17 @@ from atlas.backends.cpu.device import CpuDevice, Queue
 from atlas.backends.cpu.pack import PackedMatrix, pack
 from atlas.backends.cpu.target import cpu_target
 from atlas.cache.kv import KvPools, allocate_pools
+from atlas.cache.recurrent import RecurrentPools, SlotCounts, allocate_recurrent
 from atlas.config import ModelConfig
-from atlas.layers.network import Network
+from atlas.layers.network import Network, Replay
 from atlas.layers.step import Array, StepBuffers, StepShape, allocate
 from atlas.model.step_result import FinishedStep, StepResult
 from atlas.ops.blocks import HostMatrix
 from atlas.ops.select import bind, implementations, takes_queue, with_queue
 
 Ints = NDArray[np.int32]
+Sweep = Network | Replay
+
 _RECORDED = 64  # shapes kept; a list is about 60 KB for 30 layers
 
 
@@ -54,7 +57,7 @@ class CpuRuntime:
         self._builtin = dict(self.functions)
         self.replaced: dict[str, Callable[..., Any]] = {}
         self.ops = bind(self.functions, Queue(self.device))
-        self._recorded: OrderedDict[StepShape, LaunchList] = OrderedDict()
+        self._recorded: OrderedDict[tuple[Sweep, StepShape], LaunchList] = OrderedDict()
 
     @property
     def fingerprint(self) -> str:
@@ -74,6 +77,10 @@ class CpuRuntime:
     def pools(self, config: ModelConfig, num_blocks: int, kv_dtype: str) -> KvPools:
         """The KV pools, zeroed."""
         return allocate_pools(config, num_blocks, kv_dtype)
+
+    def recurrent_pools(self, config: ModelConfig, counts: SlotCounts) -> RecurrentPools | None:
+        """The pools of recurrent state, zeroed; None without recurrent layers."""
+        return allocate_recurrent(config, counts)
 
     def buffers(self, shapes: Shapes) -> StepBuffers:
         """A step's buffers, zeroed."""
@@ -96,7 +103,7 @@ class CpuRuntime:
             self._list(network, buffers, shape)
         self.device.compiler.address("argmax.argmax")
 
-    def run(self, network: Network, buffers: StepBuffers, shape: StepShape) -> None:
+    def run(self, network: Sweep, buffers: StepBuffers, shape: StepShape) -> None:
         """One sweep of ``network`` over the front of ``buffers``."""
         if any(not takes_queue(function) for function in self.replaced.values()):
             # A function of the user's is called between the bodies: nothing can be recorded.
@@ -104,17 +111,18 @@ class CpuRuntime:
             return
         self.device.pool.run(self._list(network, buffers, shape))
 
-    def _list(self, network: Network, buffers: StepBuffers, shape: StepShape) -> LaunchList:
+    def _list(self, network: Sweep, buffers: StepBuffers, shape: StepShape) -> LaunchList:
         """The launches of a step of this shape, recorded at its first use."""
-        launches = self._recorded.get(shape)
+        key = network, shape
+        launches = self._recorded.get(key)
         if launches is None:
             launches = LaunchList()
             network.forward(bind(self.functions, Queue(self.device, launches)), buffers.view(shape))
-            self._recorded[shape] = launches
+            self._recorded[key] = launches
             if len(self._recorded) > _RECORDED:
                 self._recorded.popitem(last=False)
         else:
-            self._recorded.move_to_end(shape)
+            self._recorded.move_to_end(key)
         return launches
 
     def fault(self) -> None:

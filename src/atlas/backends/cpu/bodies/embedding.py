@@ -42,3 +42,16 @@ def gather_rows(thread, num_threads, args):
             store_first(
                 out + i * out_stride + start * 4, load_first(source + start * 4, count), count
             )
+
+
+@body("embedding.scatter_rows")
+def scatter_rows(thread, num_threads, args):
+    x, x_stride, rows, num_rows, size = args[0], args[1], args[2], args[3], args[4]
+    out, out_stride = args[5], args[6]
+    for i in range(thread, num_rows, num_threads):
+        row = load_i32(rows + i * 4)
+        if row >= 0:
+            for start in range(0, size, 16):
+                count = min(16, size - start)
+                part = load_first(x + i * x_stride + start * 4, count)
+                store_first(out + row * out_stride + start * 4, part, count)

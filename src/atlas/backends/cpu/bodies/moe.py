@@ -6,10 +6,12 @@ from __future__ import annotations
 import numpy as np
 
 from atlas.backends.cpu.bodies import body
-from atlas.backends.cpu.bodies.elementary import exp
+from atlas.backends.cpu.bodies.elementary import exp, sigmoid
 from atlas.backends.cpu.bodies.linear import TILES, write
 from atlas.backends.cpu.bodies.simd import (
     add,
+    bits_f32,
+    div,
     fma,
     lanes_between,
     load_f32,
@@ -26,48 +28,106 @@ from atlas.backends.cpu.bodies.simd import (
     sum_lanes,
     zeros,
 )
+from atlas.backends.cpu.bodies.vectors import device
 
 _f = np.float32
-LOWEST, ZERO, TAKEN = _f(-np.inf), _f(0.0), _f(-1.0)
+LOWEST, ZERO, ONE = _f(-np.inf), _f(0.0), _f(1.0)
+SMALLEST = _f(1e-20)  # keeps the sum of probabilities that all underflow from dividing by 0
+
+
+@device
+def softmax_weights(source, count_all, out):
+    """exp(score − greatest) of a row; returns their sum."""
+    greatest = splat(LOWEST)
+    for e in range(0, count_all, 16):
+        count = min(16, count_all - e)
+        value = load_first(source + e * 4, count)
+        greatest = maximum(select(lanes_between(0, count), value, splat(LOWEST)), greatest)
+    shift, total = splat(max_lane(greatest)), zeros()
+    for e in range(0, count_all, 16):
+        count = min(16, count_all - e)
+        weight = exp(sub(load_first(source + e * 4, count), shift))
+        weight = select(lanes_between(0, count), weight, zeros())
+        total = add(total, weight)
+        store_first(out + e * 4, weight, count)
+    return sum_lanes(total)
+
+
+@device
+def sigmoid_weights(source, count_all, out):
+    for e in range(0, count_all, 16):
+        count = min(16, count_all - e)
+        store_first(out + e * 4, sigmoid(load_first(source + e * 4, count)), count)
+    return ONE
+
+
+@device
+def best_of(values, count):
+    """Index of the greatest, the lowest on ties; it is marked as taken."""
+    best, greatest = 0, LOWEST
+    for i in range(count):
+        value = load_f32(values + i * 4)
+        if value > greatest:
+            best, greatest = i, value
+    store_f32(values + best * 4, LOWEST)
+    return best
+
+
+@device
+def keep_groups(choice, num_experts, num_groups, top_groups, worth):
+    """Take the experts of all but the best groups out of the choice."""
+    size = num_experts // num_groups
+    for g in range(num_groups):
+        first, second = LOWEST, LOWEST
+        for e in range(g * size, (g + 1) * size):
+            value = load_f32(choice + e * 4)
+            if value > first:
+                first, second = value, first
+            elif value > second:
+                second = value
+        store_f32(worth + g * 4, first if size == 1 else second + first)
+    for _ in range(top_groups):
+        best_of(worth, num_groups)  # marks the groups that stay
+    for g in range(num_groups):
+        if load_f32(worth + g * 4) != LOWEST:
+            for e in range(g * size, (g + 1) * size):
+                store_f32(choice + e * 4, LOWEST)
 
 
 @body("moe.route")
 def route(thread, num_threads, args):
-    """Softmax over the experts, then top_k times the greatest that is left, lowest id on ties."""
+    """Probabilities of a row, then top_k times the greatest that is left, lowest id on ties."""
     scores, num_rows, num_experts, top_k, normalize = args[0], args[1], args[2], args[3], args[4]
-    ids, weights, scratch = args[5], args[6], args[7]
+    ids, weights, scratch, use_sigmoid, bias = args[5], args[6], args[7], args[8], args[9]
+    scale, num_groups, top_groups = bits_f32(args[10]), args[11], args[12]
     for row in range(thread, num_rows, num_threads):
         source = scores + row * num_experts * 4
-        probabilities = scratch + row * num_experts * 4
-        greatest = splat(LOWEST)
+        probabilities = scratch + row * (2 * num_experts + num_groups) * 4
+        choice = probabilities + num_experts * 4
+        if use_sigmoid != 0:
+            whole = sigmoid_weights(source, num_experts, probabilities)
+        else:
+            whole = softmax_weights(source, num_experts, probabilities)
         for e in range(0, num_experts, 16):
             count = min(16, num_experts - e)
-            value = load_first(source + e * 4, count)
-            greatest = maximum(select(lanes_between(0, count), value, splat(LOWEST)), greatest)
-        shift, total = splat(max_lane(greatest)), zeros()
-        for e in range(0, num_experts, 16):
-            count = min(16, num_experts - e)
-            weight = exp(sub(load_first(source + e * 4, count), shift))
-            weight = select(lanes_between(0, count), weight, zeros())
-            total = add(total, weight)
-            store_first(probabilities + e * 4, weight, count)
-        whole, chosen = sum_lanes(total), ZERO
+            value = div(load_first(probabilities + e * 4, count), splat(whole))
+            store_first(probabilities + e * 4, value, count)
+            if bias != 0:
+                value = add(value, load_first(bias + e * 4, count))
+            store_first(choice + e * 4, value, count)
+        if top_groups < num_groups:
+            keep_groups(choice, num_experts, num_groups, top_groups, choice + num_experts * 4)
+        chosen = ZERO
         for j in range(top_k):
-            best, best_weight = 0, TAKEN
-            for e in range(num_experts):
-                weight = load_f32(probabilities + e * 4)
-                if weight > best_weight:
-                    best, best_weight = e, weight
-            store_f32(probabilities + best * 4, TAKEN)
+            best = best_of(choice, num_experts)
+            weight = load_f32(probabilities + best * 4)
             store_i32(ids + (row * top_k + j) * 4, best)
-            # A row of NaN has no best: the weight stays NaN and shows in the logits.
-            weight = best_weight / whole
             store_f32(weights + (row * top_k + j) * 4, weight)
             chosen += weight
-        if normalize:
-            for j in range(top_k):
-                at = weights + (row * top_k + j) * 4
-                store_f32(at, load_f32(at) / chosen)
+        divisor = chosen + SMALLEST if normalize else ONE
+        for j in range(top_k):
+            at = weights + (row * top_k + j) * 4
+            store_f32(at, load_f32(at) / divisor * scale)
 
 
 @body("moe.group")

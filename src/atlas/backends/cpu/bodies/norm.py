@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from atlas.backends.cpu.bodies import body
+from atlas.backends.cpu.bodies.activation import silu
 from atlas.backends.cpu.bodies.simd import (
     bits_f32,
     fma,
@@ -19,6 +20,7 @@ from atlas.backends.cpu.bodies.simd import (
     sum_lanes,
     zeros,
 )
+from atlas.backends.cpu.bodies.vectors import device
 
 ONE = np.float32(1.0)
 
@@ -55,3 +57,39 @@ def rmsnorm(thread, num_threads, args):
             value = mul(load_first(source + whole * 64, rest), scale)
             value = mul(value, load_first(weight + whole * 64, rest))
             store_first(target + whole * 64, value, rest)
+
+
+@device
+def gated_load(x, gate, at, count, gated):
+    """16 elements of a row, times silu of their gates where ``gated``."""
+    value = load_first(x + at, count)
+    return mul(value, silu(load_first(gate + at, count))) if gated else value
+
+
+@body("norm.gated_rmsnorm")
+def gated_rmsnorm(thread, num_threads, args):
+    x, x_stride, x_step = args[0], args[1], args[2]
+    gate, gate_stride, gate_step = args[3], args[4], args[5]
+    num_rows, groups, size, weight, weight_stride = args[6], args[7], args[8], args[9], args[10]
+    eps, norm_first = bits_f32(args[11]), args[12] != 0
+    out, out_stride, out_step = args[13], args[14], args[15]
+    items = num_rows * groups
+    for item in range(items * thread // num_threads, items * (thread + 1) // num_threads):
+        row, group = item // groups, item % groups
+        source = x + row * x_stride + group * x_step
+        gates = gate + row * gate_stride + group * gate_step
+        target = out + row * out_stride + group * out_step
+        scales = weight + group * weight_stride
+        squares = zeros()
+        for i in range(0, size, 16):
+            value = gated_load(source, gates, i * 4, min(16, size - i), not norm_first)
+            squares = fma(value, value, squares)
+        mean = sum_lanes(squares) / np.float32(size)
+        scale = splat(ONE / sqrt_f32(mean + eps))
+        for i in range(0, size, 16):
+            count = min(16, size - i)
+            value = gated_load(source, gates, i * 4, count, not norm_first)
+            value = mul(mul(value, scale), load_first(scales + i * 4, count))
+            if norm_first:
+                value = mul(value, silu(load_first(gates + i * 4, count)))
+            store_first(target + i * 4, value, count)

@@ -1,0 +1,132 @@
+"""Gated delta network: a recurrent mixer in place of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from atlas.config import GatedDeltaConfig
+from atlas.layers.linear import Projection
+from atlas.layers.recurrence import Rows, prompt_rows, step_rows
+from atlas.layers.step import Array, StepBuffers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedDelta:
+    """Projections, causal convolution, gated delta rule, gated norm per head, output projection.
+
+    ``inputs`` stacks q, k and v (which the convolution mixes over time), the gate z, b and a.
+    ``states`` [S, HV, K, V] and ``tails`` [S, W − 1, C] are the layer's recurrent pools;
+    ``kept_inputs`` [·, M] holds what a rollback runs again.
+
+    Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024), arXiv 2412.06464, in the
+    arrangement of Qwen3-Next.
+    """
+
+    norm: Array
+    inputs: Projection
+    conv_weight: Array
+    decay_log: Array
+    dt_bias: Array
+    gated_norm: Array
+    output: Projection
+    states: Array
+    tails: Array
+    kept_inputs: Array
+    sizes: GatedDeltaConfig
+    norm_eps: float
+
+    def forward(self, ops: Any, step: StepBuffers) -> None:
+        """Add the block's output to ``step.hidden`` and advance the sequences' states."""
+        self.project(ops, step)
+        self.recur(ops, step)
+        self.finish(ops, step)
+
+    def project(self, ops: Any, step: StepBuffers) -> None:
+        """Inputs of the recurrence, from ``step.hidden``."""
+        ops.rmsnorm(step.hidden, self.norm, self.norm_eps, out=step.normed)
+        mixed = step.mixed[:, : self.sizes.input_size]
+        self.inputs.forward(ops, step.normed, mixed)
+        if len(step.kept_rows):
+            ops.scatter_rows(mixed[: step.step_rows], step.kept_rows, out=self.kept_inputs)
+
+    def recur(self, ops: Any, step: StepBuffers) -> None:
+        """Advance the sequences' states over the inputs."""
+        mixed = step.mixed[:, : self.sizes.input_size]
+        if (rows := step_rows(step)) is not None:
+            self._recur(ops.causal_conv_step, ops.gated_delta_step, rows, step, mixed)
+        if (rows := prompt_rows(step)) is not None:
+            self._recur(ops.causal_conv_prefill, ops.gated_delta_prefill, rows, step, mixed)
+
+    def finish(self, ops: Any, step: StepBuffers) -> None:
+        """Add what was read from the states to ``step.hidden``."""
+        sizes = self.sizes
+        recurred = step.recurred[:, : sizes.value_size]
+        z = step.mixed[:, sizes.conv_size : sizes.conv_size + sizes.value_size]
+        if sizes.tiled_values:
+            recurred = self._normed_in_tiles(ops, recurred, z, step)
+        else:
+            ops.gated_rmsnorm(
+                recurred, z, self.gated_norm, self.norm_eps, sizes.value_dim, True, out=recurred
+            )
+        self.output.add_to(ops, recurred, step.hidden)
+
+    def _normed_in_tiles(self, ops: Any, recurred: Array, z: Array, step: StepBuffers) -> Array:
+        """The gated norm with value head j of every key head in turn, as ``output`` reads them."""
+        sizes = self.sizes
+        heads = (len(recurred), sizes.num_value_heads, sizes.value_dim)
+        normed = step.convolved[:, : sizes.value_size]  # the recurrence has read it
+        x, gate, out = (array.reshape(heads, copy=False) for array in (recurred, z, normed))
+        per_key = sizes.num_value_heads // sizes.num_key_heads
+        for j in range(per_key):
+            tile = slice(j * sizes.num_key_heads, (j + 1) * sizes.num_key_heads)
+            ops.gated_rmsnorm(
+                x[:, j::per_key],
+                gate[:, j::per_key],
+                self.gated_norm,
+                self.norm_eps,
+                sizes.value_dim,
+                True,
+                out=out[:, tile],
+            )
+        return normed
+
+    def replay(self, ops: Any, step: StepBuffers) -> None:
+        """Advance the states of ``step.state_slots`` over the inputs in ``step.kept_rows``."""
+        mixed = step.mixed[:, : self.sizes.input_size]
+        ops.gather_rows(self.kept_inputs, step.kept_rows, out=mixed)
+        self.recur(ops, step)
+
+    def _recur(
+        self,
+        conv: Callable[..., None],
+        recur: Callable[..., None],
+        rows: Rows,
+        step: StepBuffers,
+        mixed: Array,
+    ) -> None:
+        sizes = self.sizes
+        of_sequences = (rows.slots, rows.cu_rows, rows.positions)
+        mixed = mixed[rows.rows]
+        qkv = step.convolved[rows.rows, : sizes.conv_size]
+        conv(
+            mixed[:, : sizes.conv_size],
+            self.conv_weight,
+            None,
+            *of_sequences,
+            tails=self.tails,
+            out=qkv,
+        )
+        b, a = mixed[:, -2 * sizes.num_value_heads :], mixed[:, -sizes.num_value_heads :]
+        recurred = step.recurred[rows.rows, : sizes.value_size]
+        recur(
+            qkv,
+            a,
+            b[:, : sizes.num_value_heads],
+            self.decay_log,
+            self.dt_bias,
+            *of_sequences,
+            states=self.states,
+            out=recurred.reshape(len(qkv), sizes.num_value_heads, sizes.value_dim, copy=False),
+        )
