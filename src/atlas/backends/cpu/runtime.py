@@ -150,6 +150,8 @@ class CpuRuntime:
         """The array itself, which is in host memory."""
         return array
 
+    stream_handle = 0
+
     def synchronize(self) -> None:
         """Nothing runs once a call has returned."""
 

@@ -286,6 +286,11 @@ class CudaRuntime:
         self.device.enter()
         return read_array(self.device, array)
 
+    @property
+    def stream_handle(self) -> int:
+        """The ``CUstream`` on which steps run."""
+        return self.device.stream
+
     def synchronize(self) -> None:
         """Wait for all work."""
         self.device.enter()
