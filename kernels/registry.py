@@ -33,6 +33,7 @@ MODULES = (
     "rope",
     "sampling",
     "sampling_choose",
+    "sampling_score",
 )
 """The files that declare kernels."""
 

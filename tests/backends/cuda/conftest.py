@@ -18,6 +18,7 @@ from tests.backends.cuda.host_gpu import (
     exact_product,
     host_ops,
     host_sample,
+    host_score,
 )
 
 
@@ -30,6 +31,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostGpu]:
     monkeypatch.setattr(device, "KernelTable", HostKernels)
     monkeypatch.setattr(runtime, "implementations", lambda name: host_ops(made))
     monkeypatch.setattr(sampling, "sample", host_sample(made))
+    monkeypatch.setattr(sampling, "score", host_score(made))
     monkeypatch.setattr(runtime, "open_products", lambda device: None)
     monkeypatch.setattr(runtime, "SCRATCH_BYTES", 1 << 16)
     monkeypatch.setattr(backend, "SCRATCH_BYTES", 1 << 16)

@@ -225,7 +225,7 @@ class CudaRuntime:
         region.pad(shape, padded)
         nbytes = self._input_layout.used_bytes(padded.seqs)
         device.copy_in(self._mirror.address, region.pinned.address, nbytes)
-        num_draws = self._sampling.copy_in(self._turn)
+        table = self._sampling.copy_in(self._turn)
         device.record(region.event)
         if region.num_fed:
             args = (buffers.token_ids, self._chosen, region.num_fed)
@@ -234,8 +234,7 @@ class CudaRuntime:
             step.graph.launch()
         else:
             device.run(step.launches)
-        if num_draws:
-            device.run(self._sampling.launches(num_draws, Queue(device, self.workspace)))
+        self._sampling.run(table, self.workspace)
         if shape.logits:
             self._readbacks.begin(shape.first_logits, shape.logits)
 
@@ -277,7 +276,9 @@ class CudaRuntime:
         self, buffers: StepBuffers, count: int, *, wants_tokens: bool, host_rows: Sequence[int]
     ) -> StepReadBack:
         """What the step that was launched last will have chosen; does not wait."""
-        return self._readbacks.result(count, host_rows)
+        found = self._readbacks.result(count, host_rows)
+        found.scores = self._sampling.scores(self._turn)
+        return found
 
     def greedy(self, buffers: StepBuffers, first: int, count: int) -> Ints:
         """Greedy id of arena rows from ``first`` on; −1 marks a row that is not finite."""
