@@ -20,16 +20,17 @@ from atlas_kernels.attention_decode import VARIANTS
 from atlas_kernels.attention_decode_body import (
     THREADS,
     WARPS,
-    FreshRows,
     attention_body,
     key_pitch,
     queries_at,
     resident_blocks,
+    sums_offset,
 )
 from atlas_kernels.attention_decode_body import shared_bytes as decode_bytes
+from atlas_kernels.attention_fresh import FreshRows
 from atlas_kernels.attention_plan import SPLIT, fresh_rows
 from atlas_kernels.kv_store import BLOCK_LEN, pool_offset
-from atlas_kernels.ptx_async import copy16_or_zero, launch_dependents, wait_prerequisites
+from atlas_kernels.ptx_async import copy4_or_zero, copy16_or_zero, launch_dependents
 from atlas_kernels.ptx_math import pack_bf16, quotient, unpack_bf16
 from atlas_kernels.ptx_memory import (
     load_b32,
@@ -67,11 +68,26 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
     chunks, pitch = dim // 8, key_pitch(dim)
     q_at, keys_at = queries_at(dim), decode_bytes(dim, tiles)
     values_at = keys_at + fresh_rows(dim, 16 * tiles) * pitch
+    sink_at = sums_offset(dim, tiles)
     rotate, rotate_normed = rotate_head(_SHARED), rotate_normed_head(_SHARED)
 
     @device
     def first(latest, first_row, positions):
         return load_b32(positions + i64(first_row) * 4)
+
+    @device
+    def touch(base, source, num_bytes):
+        """Into L1, by the sector; the copies that this takes land where sums will, and are lost."""
+        for at in range(thread_x() * 32, num_bytes, THREADS * 32):
+            copy4_or_zero(base + sink_at + thread_x() * 4, source + at, i32(4))
+
+    @device
+    def warm(base, fresh, first_row, position, count):
+        if fresh[2] != 0:
+            touch(base, fresh[2], 4 * dim)
+            touch(base, fresh[3], 4 * dim)
+        touch(base, fresh[4] + i64(position) * fresh[6] * 8, count * fresh[6] * 8)
+        touch(base, fresh[5] + i64(first_row) * 4, count * 4)
 
     @device
     def copy(base, fresh, first_row, head, count):
@@ -126,7 +142,7 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
                     store_shared_b32x4(at + (chunk + row) * 16, words)
             sync_warp()
 
-    return FreshRows(first, copy, turn, store, patch)
+    return FreshRows(first, warm, copy, turn, store, patch)
 
 
 @kernel(
@@ -156,7 +172,6 @@ def make_attention_step(dim: int, tiles: int) -> Any:
         q_stride, k_stride, v_stride, out_stride, scale, softcap, eps,
     ):  # fmt: skip
         launch_dependents()
-        wait_prerequisites()
         attend(
             q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,
             heads, kv_heads, max_rows, room, window, table_stride, q_stride, out_stride, scale,

@@ -73,6 +73,15 @@ class Bench:
         """Address of an int32 array."""
         return self.memory.put(np.asarray(values, np.int32))
 
+    def put_early(self, values: Any) -> int:
+        """Address of an int32 array that kernels may read before they wait."""
+        return self.early(self.put_ints(values))
+
+    def early(self, address: int) -> int:
+        """Let an array be read before the wait: what is older than the step, or constant."""
+        getattr(self.memory, "constants", set()).add(address)
+        return address
+
     def get(self, buffer: Buffer) -> Array:
         """The array now, as float32."""
         columns = int(np.prod(buffer.shape[1:]))
