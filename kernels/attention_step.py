@@ -48,7 +48,7 @@ from atlas_kernels.vector import access
 
 def shared_bytes(dim: int, tiles: int) -> int:
     """Dynamic shared memory: that of ``attention_decode``, and the new keys and values."""
-    return decode_bytes(dim, tiles) + 2 * fresh_rows(dim, 16 * tiles) * key_pitch(dim)
+    return decode_bytes(dim, tiles) + fresh_rows(dim, 16 * tiles) * (key_pitch(dim) + 2 * dim)
 
 
 @device
@@ -93,12 +93,11 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
     def copy(base, fresh, first_row, head, count):
         for chunk in range(thread_x(), count * chunks, THREADS):
             row = quotient(chunk, chunks)
-            at = base + (chunk + row) * 16
             column = i64(head) * (2 * dim) + (chunk - row * chunks) * 16
             k = fresh[0] + i64(first_row + row) * fresh[7] + column
             v = fresh[1] + i64(first_row + row) * fresh[8] + column
-            copy16_or_zero(at + keys_at, k, i32(16))
-            copy16_or_zero(at + values_at, v, i32(16))
+            copy16_or_zero(base + keys_at + (chunk + row) * 16, k, i32(16))
+            copy16_or_zero(base + values_at + chunk * 16, v, i32(16))
 
     @device
     def turn(base, fresh, warp, position, begin, rows, group, count):
@@ -126,19 +125,24 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
                     if slot >= 0:
                         offset = pool_offset(slot, head, kv_heads, dim) * 2
                         offset += (chunk - row * chunks) * 16
-                        at = base + (chunk + row) * 16
-                        store_b32x4(pools[0] + offset, load_shared_b32x4(at + keys_at))
-                        store_b32x4(pools[1] + offset, load_shared_b32x4(at + values_at))
+                        key = load_shared_b32x4(base + keys_at + (chunk + row) * 16)
+                        value = load_shared_b32x4(base + values_at + chunk * 16)
+                        store_b32x4(pools[0] + offset, key)
+                        store_b32x4(pools[1] + offset, value)
 
     @device
     def patch(base, at, block, position, count, which):
         if (block + 1) * BLOCK_LEN > position:
-            source = base + (values_at if which else keys_at)
+            source, source_pitch = base + keys_at, i32(pitch)
+            if which:
+                source, source_pitch = base + values_at, i32(2 * dim)
             for chunk in range(lane_id(), BLOCK_LEN * chunks, 32):
                 row = quotient(chunk, chunks)
                 own = block * BLOCK_LEN + row - position
                 if own >= 0 and own < count:
-                    words = load_shared_b32x4(source + own * pitch + (chunk - row * chunks) * 16)
+                    words = load_shared_b32x4(
+                        source + own * source_pitch + (chunk - row * chunks) * 16
+                    )
                     store_shared_b32x4(at + (chunk + row) * 16, words)
             sync_warp()
 
