@@ -25,17 +25,6 @@ ON_CUDA = os.environ.setdefault("ATLAS_DEVICE", "cpu") == "cuda"
 """Whether engines of these tests run on a GPU (`make gpu`)."""
 
 
-@pytest.fixture(autouse=ON_CUDA)
-def one_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without feed an event comes with the step that made it, as tests written for the CPU expect.
-
-    Feed has tests of its own, in ``tests/backends/cuda``.
-    """
-    from atlas.backends.cuda.runtime import CudaRuntime
-
-    monkeypatch.setattr(CudaRuntime, "gains_by_feed", False)
-
-
 def implementing_classes(group: str) -> list[type]:
     """Return the classes of ``atlas.model`` that inherit the protocol of ``group``."""
     for module in pkgutil.iter_modules(atlas.model.__path__, "atlas.model."):
@@ -120,6 +109,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "contract(row, ...): rows of the Model interface that the test exercises"
     )
+    if ON_CUDA:
+        # Without feed an event comes with the step that made it, as these tests expect; feed has
+        # tests of its own, in tests/backends/cuda.
+        from atlas.backends.cuda.runtime import CudaRuntime
+
+        CudaRuntime.gains_by_feed = False
     row = config.getoption("--noop")
     if row is not None:
         config.pluginmanager.register(NoopRun(row), "atlas-noop")
