@@ -4,7 +4,8 @@
 
 Peaked logits (a few hundred ids well above normal ones) have a nucleus as a language model's;
 flat ones (normal, as random weights give) one of a large part of the vocabulary. Every token must
-be the one of ``atlas.sampling_table.choose_tokens``, and the logits come out as they went in.
+be the one of ``atlas.sampling_table.choose_tokens`` (scores: ``score_tokens``), and the logits come
+out as they went in.
 Times are of a graph of 20 draws, all rows with the same parameters. Exits with 1 if a check failed.
 """  # noqa: E501
 
@@ -25,16 +26,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from atlas_kernels import build  # noqa: E402
 
 from atlas.backends.cuda.array import DeviceArray  # noqa: E402
-from atlas.backends.cuda.sampling import KERNELS, sample  # noqa: E402
+from atlas.backends.cuda.sampling import KERNELS, sample, score  # noqa: E402
 from atlas.sampler import TokenCounts  # noqa: E402
 from atlas.sampling import SamplingParams  # noqa: E402
 from atlas.sampling_table import (  # noqa: E402
     MAX_EDITS,
+    SCORE_WORDS,
     Draw,
     RowEdits,
     SamplingTable,
     choose_tokens,
     penalizes,
+    score_tokens,
 )
 from tests.kernels.gpu import Gpu  # noqa: E402
 
@@ -53,6 +56,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "logit_bias": {7: 1.5, 11: -3.0},
     },
     "greedy, penalties": {"temperature": 0.0, "frequency_penalty": 0.5},
+    "top-k 50, 5 log-probabilities": {"top_k": 50, "logprobs": 5},
     "min tokens, top-p": {"min_tokens": 10_000, "max_tokens": None, "top_p": 0.9},
 }
 EOS = (2, 151, 9000)
@@ -100,6 +104,7 @@ class Step:
         random = np.random.default_rng(rows)
         self.ids = random.integers(0, logits.shape[1], rows).astype(np.int32)
         table_rows = np.zeros((rows, 20), np.int32)
+        score_rows = np.zeros_like(table_rows)
         table_edits = np.zeros((rows * MAX_EDITS, 4), np.int32)
         draws = []
         for i in range(rows):
@@ -110,7 +115,7 @@ class Step:
                 counts.add(int(token), 1)
             row_edits = RowEdits(params, EOS, counts if penalizes(params) else None)
             draws.append(Draw(params, i, 400 + i, i % 3, row_edits, params.min_tokens > 0, i))
-        table = SamplingTable(table_rows, table_edits)
+        table = SamplingTable(table_rows, table_edits, score_rows)
         table.fill(draws)
         self.host = self.ids, table_rows, table_edits[: max(1, table.num_edits)]
         self.at = gpu.put(logits)
@@ -120,6 +125,12 @@ class Step:
         self.steps = Steps(gpu)
         source = DeviceArray(self.at, logits.shape, "float32")
         sample(self.steps, source, *device, out=self.chosen)  # type: ignore[arg-type]
+        self.score_rows = score_rows[: table.num_scores]
+        self.no_scores = np.zeros((table.num_scores, SCORE_WORDS), np.int32)
+        if table.num_scores:
+            scored = DeviceArray(gpu.put(self.score_rows), self.score_rows.shape, "int32")
+            self.scores = DeviceArray(gpu.put(self.no_scores), self.no_scores.shape, "int32")
+            score(self.steps, source, scored, self.chosen, out=self.scores)  # type: ignore[arg-type]
 
     def wrong(self) -> int:
         """Rows whose token differs, or all if the logits did not come back."""
@@ -128,6 +139,10 @@ class Step:
         want = self.zeros.copy()
         choose_tokens(self.logits, *self.host, chosen=want)
         same = np.array_equal(self.gpu.get(self.at, self.logits), self.logits)
+        if len(self.score_rows):
+            scores = self.no_scores.copy()
+            score_tokens(self.logits, self.score_rows, want, scores=scores)
+            same &= np.array_equal(self.gpu.get(self.scores.address, scores), scores)
         return int((got != want).sum()) if same else len(want)
 
 
@@ -136,7 +151,7 @@ def time_parts(gpu: Gpu, rows: int) -> dict[str, float]:
     step = Step(gpu, logits_of("peaked", rows, 151936, 1), KINDS["top-p 0.9"])
     step.steps.run()
     parts = {}
-    for kernel in KERNELS:
+    for kernel in KERNELS[:-1]:
         parts[kernel] = gpu.microseconds(lambda only=kernel: step.steps.run(only))  # type: ignore[misc]
     gpu.free()
     return parts

@@ -1,10 +1,11 @@
 """Where a decode step's time goes: the step's graph, and the same graph without some kernels.
 
-    python benchmarks/gpu_step_parts.py qwen3-8b [--batches 1 8]
+    python benchmarks/gpu_step_parts.py qwen3-8b [--batches 1 8] [--short-k 4096 0]
 
 The launches of one decode step are recorded as the engine records them; graphs of subsets of them
 are replayed back to back. What a kind of kernel costs in the step is the difference to the whole,
-which is less than its time alone where the next kernel's weights are on their way meanwhile.
+which is less than its time alone where the next kernel's weights are on their way meanwhile. For
+each ``--short-k`` the step is recorded anew with that ``gemm_step_plan.SHORT_K``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from atlas_kernels import gemm_step_plan  # noqa: E402
 
 from atlas import Engine, SamplingParams  # noqa: E402
 from atlas.backends.cuda.graph import CapturedGraph  # noqa: E402
@@ -56,16 +59,23 @@ def microseconds(runtime: Any, recording: Recording, count: int = 30) -> float:
     return statistics.median(times[1:])
 
 
-def report(engine: Engine, batch: int) -> None:
+def report(engine: Engine, batch: int, short_ks: list[int]) -> None:
     """Run a batch, so that tables and lengths are real, then take its step apart."""
     prompt = list(range(20, 148))
     engine.generate([prompt] * batch, SamplingParams(max_tokens=8, ignore_eos=True))
     core: Any = engine._loaded.core
+    for short_k in short_ks:
+        gemm_step_plan.SHORT_K = short_k
+        take_apart(core, batch, f"batch {batch}, SHORT_K {short_k}")
+
+
+def take_apart(core: Any, batch: int, label: str) -> None:
+    """Record the step of a batch that just ran, and time graphs of its parts."""
     runtime = core.runtime
     shape = runtime.padded(StepShape.decode(batch))
     whole = runtime._record(core.network, core.buffers, shape)
     kinds = [kind_of(launch) for launch in whole.launches]
-    print(f"batch {batch}: {dict(Counter(kinds))}")
+    print(f"{label}: {dict(Counter(kinds))}")
 
     def kept(keep: Callable[[str], bool]) -> float:
         launches = [item for item, kind in zip(whole.launches, kinds, strict=True) if keep(kind)]
@@ -81,14 +91,16 @@ def report(engine: Engine, batch: int) -> None:
             f"  {name:12s} {count:4d}  costs {total - rest:8.1f} us ({(total - rest) / count:6.2f} "
             f"each), alone {alone:8.1f} ({alone / count:6.2f} each)"
         )
-    products = kept(lambda kind: kind in ("gemm", "moe"))
-    print(f"  products alone        {products:9.1f} us", flush=True)
+    for others in ((), ("norm",), ("attention",), ("norm", "attention")):
+        time = kept(lambda kind, others=others: kind in ("gemm", "moe", *others))  # type: ignore[misc]
+        print(f"  {' + '.join(('products', *others)):30s} {time:9.1f} us", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shapes", nargs="+", choices=sorted(SHAPES))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--short-k", type=int, nargs="+", default=[gemm_step_plan.SHORT_K])
     args = parser.parse_args()
     print(ceilings())
     for name in args.shapes:
@@ -98,7 +110,7 @@ def main() -> None:
             checkpoint, "cuda", max_running=max(args.batches), kv_tokens=65536, max_seq_len=1024
         ) as engine:
             for batch in args.batches:
-                report(engine, batch)
+                report(engine, batch, args.short_k)
 
 
 if __name__ == "__main__":

@@ -10,5 +10,6 @@ is missing. Compiling needs numba-cuda and nvJitLink (the extra ``cuda``) and no
 - ``norm``, ``rope``, ``activation``, …: the kernels, in files named like those of ``atlas.ops``
 
 Every kernel takes addresses, sizes and strides in bytes; its docstring states the grid. It starts
-with ``launch_dependents`` and touches only constants before ``wait_prerequisites``.
+with ``launch_dependents``, and before ``wait_prerequisites`` reads only what that one's docstring
+allows.
 """

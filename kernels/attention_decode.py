@@ -25,7 +25,7 @@ from atlas_kernels.attention_decode_body import (
     shared_bytes,
 )
 from atlas_kernels.attention_plan import STEP_DIMS, step_tiles
-from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
+from atlas_kernels.ptx_async import launch_dependents
 from atlas_kernels.registry import kernel
 
 VARIANTS = {
@@ -64,7 +64,6 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
         heads, kv_heads, max_rows, room, window, table_stride, q_stride, out_stride, scale, softcap,
     ):  # fmt: skip
         launch_dependents()
-        wait_prerequisites()
         attend(
             q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,
             heads, kv_heads, max_rows, room, window, table_stride, q_stride, out_stride, scale,

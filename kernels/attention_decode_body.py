@@ -6,7 +6,6 @@ which adds keys and values that are not in the pools yet (``FreshRows``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
@@ -18,12 +17,14 @@ from atlas_kernels.attention_decode_parts import (
     store_output,
     store_rows,
 )
+from atlas_kernels.attention_fresh import NO_FRESH_ROWS, FreshRows
 from atlas_kernels.attention_plan import SPLIT
 from atlas_kernels.kv_store import BLOCK_LEN
 from atlas_kernels.ptx_async import (
     copy16_or_zero,
     copy_commit,
     copy_wait,
+    wait_prerequisites,
 )
 from atlas_kernels.ptx_math import (
     fast_reciprocal,
@@ -92,9 +93,14 @@ def queries_at(dim: int) -> int:
     return WARPS * stages(dim) * 2 * BLOCK_LEN * key_pitch(dim)
 
 
+def sums_offset(dim: int, tiles: int) -> int:
+    """Where the warps' maxima and sums lie, after the queries and their limits."""
+    return queries_at(dim) + 16 * tiles * (key_pitch(dim) + 8)
+
+
 def shared_bytes(dim: int, tiles: int) -> int:
     """Dynamic shared memory: the warps' buffers, queries, limits, maxima and sums."""
-    return queries_at(dim) + 16 * tiles * (key_pitch(dim) + 8 + WARPS * 8)
+    return sums_offset(dim, tiles) + 16 * tiles * WARPS * 8
 
 
 def resident_blocks(dim: int, tiles: int) -> int:
@@ -102,48 +108,21 @@ def resident_blocks(dim: int, tiles: int) -> int:
     return 3 if tiles * dim <= 128 else 2
 
 
-@dataclass(frozen=True, slots=True)
-class FreshRows:
-    """Device functions for keys and values that are not in the pools yet.
-
-    Attributes
-    ----------
-    first : (latest, first_row, positions) → the first position that is not in the pools
-    copy : (base, fresh, first_row, head, count)
-        Start copying them to shared memory, with the queries.
-    turn : (base, fresh, warp, position, begin, rows, group, count)
-        Normalise and rotate the queries and ``count`` keys, once they are there.
-    store : (base, fresh, first_row, position, head, kv_heads, begin, end, split, pools)
-        Write those of the thread block's own rows, in a split, into the pools.
-    patch : (base, at, block, position, count, which)
-        Put a block's own into the copy ``at`` of its keys (0) or values (1).
-    """
-
-    first: Any
-    copy: Any
-    turn: Any
-    store: Any
-    patch: Any
-
-
-NO_FRESH_ROWS = FreshRows(
-    device(lambda latest, first_row, positions: i32(latest + 1)),
-    device(lambda base, fresh, first_row, head, count: None),
-    device(lambda base, fresh, warp, position, begin, rows, group, count: None),
-    device(lambda base, fresh, first_row, position, head, kv_heads, begin, end, split, pools: None),
-    device(lambda base, at, block, position, count, which: None),
-)
-
-
 def attention_body(dim: int, tiles: int, rows_apart: FreshRows = NO_FRESH_ROWS) -> Any:
-    """A device function of the kernel's arguments, and of a tuple that ``rows_apart`` takes."""
+    """A device function of the kernel's arguments, and of a tuple that ``rows_apart`` takes.
+
+    It waits for the kernels before. What the host copied for the step (``tables``, ``cu_rows``,
+    ``positions``) is read before that; so are the pools where the step's own keys and values are
+    apart, since all that is then read of them is older than the step.
+    """
+    is_apart = rows_apart is not NO_FRESH_ROWS
     chunks = dim // 8  # of 16 bytes in a row
     pitch, depth, rows = key_pitch(dim), stages(dim), 16 * tiles
     block_bytes = BLOCK_LEN * pitch
     warp_bytes = depth * 2 * block_bytes
     q_at = queries_at(dim)
     limits_at = q_at + rows * pitch
-    sums_at = limits_at + rows * 8
+    sums_at = sums_offset(dim, tiles)
     result_pitch = 4 * dim + 16  # the warps' results take the place of the buffers
     per_lane = BLOCK_LEN * chunks // 32
     regular = 32 % chunks == 0  # then a lane copies the same columns of every row it meets
@@ -158,9 +137,10 @@ def attention_body(dim: int, tiles: int, rows_apart: FreshRows = NO_FRESH_ROWS) 
     no_maxima, scale_maxima = tile_fill(2 * tiles, MASKED), vector_scale(2 * tiles)
     store_values = tile_store(dim, tiles, result_pitch)
     load_rows, put_rows = row_words(tiles), store_rows(tiles)
-    copied, queries_copied = copy_wait(2 * depth - 1), copy_wait(2 * depth)
+    copied, all_copied = copy_wait(2 * depth - 1), copy_wait(0)
     combine = combine_splits(dim)
     first_fresh, copy_fresh, turn = rows_apart.first, rows_apart.copy, rows_apart.turn
+    warm = rows_apart.warm
     store_fresh, patch = rows_apart.store, rows_apart.patch
 
     @device
@@ -179,6 +159,19 @@ def attention_body(dim: int, tiles: int, rows_apart: FreshRows = NO_FRESH_ROWS) 
                 row = quotient(chunk, chunks)
                 num_bytes = i32(16) if row < seen else i32(0)
                 copy16_or_zero(target + (chunk + row) * 16, source + chunk * 16, num_bytes)
+
+    @device
+    def copy_queries(q, base, first_row, begin, count, group, head, q_stride):
+        """The thread block's query rows; rows past ``count`` become zeros."""
+        for chunk in range(thread_x(), rows * chunks, THREADS):
+            row = quotient(chunk, chunks)
+            index = begin + min(row, count - 1)
+            token = quotient(index, group)
+            source = q + i64(first_row + token) * q_stride
+            source += i64(head * group + index - token * group) * (2 * dim)
+            source += (chunk - row * chunks) * 16
+            num_bytes = i32(16) if row < count else i32(0)
+            copy16_or_zero(base + q_at + (chunk + row) * 16, source, num_bytes)
 
     @device
     def merge_warps(base, row, column):
@@ -203,42 +196,37 @@ def attention_body(dim: int, tiles: int, rows_apart: FreshRows = NO_FRESH_ROWS) 
         sequence = quotient(pair, kv_heads)
         head = i32(pair - sequence * kv_heads)
         table = tables + i64(sequence) * table_stride * 4
-        # The most likely entries, into L1, while the row's place is being found.
-        load_b32(table + i64(min(block_y() * (SPLIT // 16), table_stride - 1)) * 4)
+        # Without a window, the first split's entries: asked for before the row's place is known.
+        likely = i32(block_y() * (SPLIT // 16) + (lane_id() & (SPLIT // 16 - 1)))
+        entry = load_b32(table + i64(min(likely, i32(table_stride - 1))) * 4)
         first_row = load_b32(cu_rows + sequence * 4)
         count = (load_b32(cu_rows + sequence * 4 + 4) - first_row) * group - begin
         count = i32(min(count, rows))
-        if count <= 0:
-            return
-        earliest = load_b32(positions + i64(first_row + quotient(begin, group)) * 4)
-        latest = load_b32(positions + i64(first_row + quotient(begin + count - 1, group)) * 4)
+        earliest = latest = i32(0)
+        if count > 0:
+            earliest = load_b32(positions + i64(first_row + quotient(begin, group)) * 4)
+            latest = load_b32(positions + i64(first_row + quotient(begin + count - 1, group)) * 4)
         start = max(0, earliest - window + 1) if window > 0 else 0
         first_split = start // SPLIT
-        num_splits = latest // SPLIT - first_split + 1
+        num_splits = latest // SPLIT - first_split + 1 if count > 0 else 0
         workers = min(num_blocks_y(), num_splits)
         if block_y() >= workers:
+            if block_x() + block_y() == 0:
+                wait_prerequisites()  # one thread block must: the kernels after rely on it
             return
 
         base, lane, warp = dynamic_shared(), lane_id(), shuffle_b32(thread_x() >> 5, 0)
-        for chunk in range(thread_x(), rows * chunks, THREADS):
-            row = quotient(chunk, chunks)
-            index = begin + min(row, count - 1)
-            token = quotient(index, group)
-            source = q + i64(first_row + token) * q_stride
-            source += i64(head * group + index - token * group) * (2 * dim)
-            source += (chunk - row * chunks) * 16
-            num_bytes = i32(16) if row < count else i32(0)
-            copy16_or_zero(base + q_at + (chunk + row) * 16, source, num_bytes)
         known = first_fresh(latest, first_row, positions)  # keys that the pools hold
         num_fresh = i32(latest + 1 - known)
-        copy_fresh(base, fresh, first_row, head, num_fresh)
-        copy_commit()
+        warm(base, fresh, first_row, known, num_fresh)
         if thread_x() < rows:
             index = begin + min(thread_x(), count - 1)
             position = load_b32(positions + i64(first_row + quotient(index, group)) * 4)
             at = base + limits_at + thread_x() * 8
             store_shared_b32(at, max(0, position - window + 1) if window > 0 else 0)
             store_shared_b32(at + 4, position)
+        if not is_apart:
+            wait_prerequisites()  # the kernel before stored keys
 
         factor = f32(LOG2_E) if softcap > f32(0) else scale * f32(LOG2_E)
         inner = scale * fast_reciprocal(softcap) if softcap > f32(0) else f32(0)
@@ -254,9 +242,9 @@ def attention_body(dim: int, tiles: int, rows_apart: FreshRows = NO_FRESH_ROWS) 
         while split < first_split + num_splits:
             low = max(split * (SPLIT // 16), start >> 4)
             high = min((split + 1) * (SPLIT // 16) - 1, latest >> 4)
-            entry = load_b32(
-                table + i64(min(split * (SPLIT // 16) + (lane & (SPLIT // 16 - 1)), high)) * 4
-            )
+            if split != block_y():
+                place_of = min(split * (SPLIT // 16) + (lane & (SPLIT // 16 - 1)), high)
+                entry = load_b32(table + i64(place_of) * 4)
             block = low + ((warp - low) & (WARPS - 1))
             for stage in range(depth):
                 ahead = block + stage * WARPS
@@ -271,7 +259,13 @@ def attention_body(dim: int, tiles: int, rows_apart: FreshRows = NO_FRESH_ROWS) 
                 else:
                     copy_commit()
                     copy_commit()
-            queries_copied()
+            if split == first_split + block_y():
+                if is_apart:
+                    wait_prerequisites()
+                copy_queries(q, base, first_row, begin, count, group, head, q_stride)
+                copy_fresh(base, fresh, first_row, head, num_fresh)
+                copy_commit()
+                all_copied()
             sync_threads()
             if split == first_split + block_y():
                 turn(base, fresh, warp, known, begin, count, group, num_fresh)

@@ -20,16 +20,17 @@ from atlas_kernels.attention_decode import VARIANTS
 from atlas_kernels.attention_decode_body import (
     THREADS,
     WARPS,
-    FreshRows,
     attention_body,
     key_pitch,
     queries_at,
     resident_blocks,
+    sums_offset,
 )
 from atlas_kernels.attention_decode_body import shared_bytes as decode_bytes
+from atlas_kernels.attention_fresh import FreshRows
 from atlas_kernels.attention_plan import SPLIT, fresh_rows
 from atlas_kernels.kv_store import BLOCK_LEN, pool_offset
-from atlas_kernels.ptx_async import copy16_or_zero, launch_dependents, wait_prerequisites
+from atlas_kernels.ptx_async import copy4_or_zero, copy16_or_zero, launch_dependents
 from atlas_kernels.ptx_math import pack_bf16, quotient, unpack_bf16
 from atlas_kernels.ptx_memory import (
     load_b32,
@@ -47,7 +48,7 @@ from atlas_kernels.vector import access
 
 def shared_bytes(dim: int, tiles: int) -> int:
     """Dynamic shared memory: that of ``attention_decode``, and the new keys and values."""
-    return decode_bytes(dim, tiles) + 2 * fresh_rows(dim, 16 * tiles) * key_pitch(dim)
+    return decode_bytes(dim, tiles) + fresh_rows(dim, 16 * tiles) * (key_pitch(dim) + 2 * dim)
 
 
 @device
@@ -67,6 +68,7 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
     chunks, pitch = dim // 8, key_pitch(dim)
     q_at, keys_at = queries_at(dim), decode_bytes(dim, tiles)
     values_at = keys_at + fresh_rows(dim, 16 * tiles) * pitch
+    sink_at = sums_offset(dim, tiles)
     rotate, rotate_normed = rotate_head(_SHARED), rotate_normed_head(_SHARED)
 
     @device
@@ -74,15 +76,28 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
         return load_b32(positions + i64(first_row) * 4)
 
     @device
+    def touch(base, source, num_bytes):
+        """Into L1, by the sector; the copies that this takes land where sums will, and are lost."""
+        for at in range(thread_x() * 32, num_bytes, THREADS * 32):
+            copy4_or_zero(base + sink_at + thread_x() * 4, source + at, i32(4))
+
+    @device
+    def warm(base, fresh, first_row, position, count):
+        if fresh[2] != 0:
+            touch(base, fresh[2], 4 * dim)
+            touch(base, fresh[3], 4 * dim)
+        touch(base, fresh[4] + i64(position) * fresh[6] * 8, count * fresh[6] * 8)
+        touch(base, fresh[5] + i64(first_row) * 4, count * 4)
+
+    @device
     def copy(base, fresh, first_row, head, count):
         for chunk in range(thread_x(), count * chunks, THREADS):
             row = quotient(chunk, chunks)
-            at = base + (chunk + row) * 16
             column = i64(head) * (2 * dim) + (chunk - row * chunks) * 16
             k = fresh[0] + i64(first_row + row) * fresh[7] + column
             v = fresh[1] + i64(first_row + row) * fresh[8] + column
-            copy16_or_zero(at + keys_at, k, i32(16))
-            copy16_or_zero(at + values_at, v, i32(16))
+            copy16_or_zero(base + keys_at + (chunk + row) * 16, k, i32(16))
+            copy16_or_zero(base + values_at + chunk * 16, v, i32(16))
 
     @device
     def turn(base, fresh, warp, position, begin, rows, group, count):
@@ -110,23 +125,28 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
                     if slot >= 0:
                         offset = pool_offset(slot, head, kv_heads, dim) * 2
                         offset += (chunk - row * chunks) * 16
-                        at = base + (chunk + row) * 16
-                        store_b32x4(pools[0] + offset, load_shared_b32x4(at + keys_at))
-                        store_b32x4(pools[1] + offset, load_shared_b32x4(at + values_at))
+                        key = load_shared_b32x4(base + keys_at + (chunk + row) * 16)
+                        value = load_shared_b32x4(base + values_at + chunk * 16)
+                        store_b32x4(pools[0] + offset, key)
+                        store_b32x4(pools[1] + offset, value)
 
     @device
     def patch(base, at, block, position, count, which):
         if (block + 1) * BLOCK_LEN > position:
-            source = base + (values_at if which else keys_at)
+            source, source_pitch = base + keys_at, i32(pitch)
+            if which:
+                source, source_pitch = base + values_at, i32(2 * dim)
             for chunk in range(lane_id(), BLOCK_LEN * chunks, 32):
                 row = quotient(chunk, chunks)
                 own = block * BLOCK_LEN + row - position
                 if own >= 0 and own < count:
-                    words = load_shared_b32x4(source + own * pitch + (chunk - row * chunks) * 16)
+                    words = load_shared_b32x4(
+                        source + own * source_pitch + (chunk - row * chunks) * 16
+                    )
                     store_shared_b32x4(at + (chunk + row) * 16, words)
             sync_warp()
 
-    return FreshRows(first, copy, turn, store, patch)
+    return FreshRows(first, warm, copy, turn, store, patch)
 
 
 @kernel(
@@ -156,7 +176,6 @@ def make_attention_step(dim: int, tiles: int) -> Any:
         q_stride, k_stride, v_stride, out_stride, scale, softcap, eps,
     ):  # fmt: skip
         launch_dependents()
-        wait_prerequisites()
         attend(
             q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,
             heads, kv_heads, max_rows, room, window, table_stride, q_stride, out_stride, scale,

@@ -240,9 +240,7 @@ def make_gemm_step(tile: StepTile) -> Any:
     begin, produce, consume, write = _begin(tile), _produce(tile), _consume(tile), _write(tile)
     sync_blocks = sync_threads if splits == 1 else sync_cluster
 
-    def gemm_step(
-        map_w, map_x, bias, residual, out, n, k, m, residual_stride, out_stride, option
-    ):
+    def gemm_step(map_w, map_x, bias, residual, out, n, k, m, residual_stride, out_stride, option):
         launch_dependents()
         base, thread = dynamic_shared(), thread_x()
         split = remainder(block_x(), splits)

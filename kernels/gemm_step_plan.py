@@ -13,6 +13,8 @@ RUNGS = (8, 16, 32, 64, 128)
 """Rows that a tile has room for: the N of the tensor-core instruction."""
 BOX_K = 64
 """Elements of K in a box of the tensor maps: 128 bytes, the width of the swizzle."""
+SHORT_K = 4096
+"""Columns of a matrix whose ``narrow`` tile may be ``short``."""
 RANGE_STEP = 128
 """A range of K is a multiple of this, so that every tile's ``k_block`` divides it."""
 
@@ -154,17 +156,19 @@ class MmaTile:
 
 # Found by timing whole sweeps of an 8B model's weights on an H200: see benchmarks/NOTES.md. narrow
 # has one thread block an SM, and most of its half of K in flight; wide and gated two or three.
+# short is narrow with fewer stages: a thread block of attention_step fits beside it on an SM.
 TILES: dict[str, StepTile] = {
     f"{form}_{rows}": StepTile(
         rows, columns, k_block, stages, k_splits, form == "gated", form == "narrow" and rows >= 64
     )
     for form, k_splits, by_rows in (
         ("narrow", 2, ((64, 128, 12), (64, 128, 11), (64, 128, 9), (64, 128, 7), (64, 64, 9))),
+        ("short", 2, ((64, 128, 8), (64, 128, 7), (64, 128, 6))),
         ("medium", 2, ((64, 128, 6), (64, 64, 11), (128, 64, 11), (128, 64, 9), (128, 64, 7))),
         ("wide", 1, ((128, 64, 4), (64, 64, 7), (64, 128, 4), (128, 128, 4), (128, 64, 7))),
         ("gated", 1, ((64, 64, 8), (64, 64, 7), (64, 64, 6), (64, 64, 4), (192, 64, 5))),
     )
-    for rows, (columns, k_block, stages) in zip(RUNGS, by_rows, strict=True)
+    for rows, (columns, k_block, stages) in zip(RUNGS, by_rows, strict=False)
 }
 """Tiles by variant: ``gemm_step_bf16_<variant>`` is the kernel of one."""
 
@@ -223,3 +227,13 @@ def rung(rows: int) -> int:
 def variant(n: int, rows: int, *, gated: bool = False) -> str:
     """The key of ``TILES`` for ``rows`` rows of activations and a matrix of ``n`` rows."""
     return f"{form(n, gated=gated)}_{rung(rows)}"
+
+
+def shortened(variant: str, k: int) -> str:
+    """``narrow``'s key, or ``short``'s for a matrix of up to ``SHORT_K`` columns: the same sums.
+
+    Such a matrix mostly is attention's output product. Its thread blocks ask for weights while
+    attention still runs, so they must not wait for the SMs that attention is on.
+    """
+    short = variant.replace("narrow", "short")
+    return short if k <= SHORT_K and short in TILES else variant

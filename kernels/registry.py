@@ -41,6 +41,7 @@ MODULES = (
     "rope",
     "sampling",
     "sampling_choose",
+    "sampling_score",
 )
 """The files that declare kernels."""
 

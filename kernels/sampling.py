@@ -72,6 +72,7 @@ from atlas_kernels.sampling_rows import (
     PRESENCE,
     REPETITION,
     ROW_BYTES,
+    SCORE,
     SHORT_LEN,
     TEMPERATURE,
     TOP_K,
@@ -197,7 +198,7 @@ def sampling_count(rows, logits, keys, lows, counts, size, parts, logits_stride)
     wait_prerequisites()
     i, thread = block_y(), thread_x()
     row = rows + i64(i) * ROW_BYTES
-    if load_b32(row + 4 * KIND) == DRAW and wants(row) == 2:
+    if load_b32(row + 4 * KIND) >= DRAW and wants(row) == 2:
         for j in range(thread, BINS, THREADS):
             store_shared_b32(_histogram() + j * 4, i32(0))
         source = logits + i64(load_b32(row + 4 * LOGITS_ROW)) * logits_stride
@@ -230,9 +231,9 @@ def sampling_lanes(rows, edits, logits, keys, lows, lanes, size, parts, logits_s
     wait_prerequisites()
     i, lane, warp = block_y(), lane_id(), thread_x() >> 5
     row = rows + i64(i) * ROW_BYTES
-    mode = wants(row)
+    mode, kind = wants(row), load_b32(row + 4 * KIND)
     needed = mode == 0 or (mode == 2 and load_b32(row + 4 * TOP_K) == 0)
-    if load_b32(row + 4 * KIND) == DRAW and needed:
+    if (kind == DRAW and needed) or kind == SCORE:
         source = logits + i64(load_b32(row + 4 * LOGITS_ROW)) * logits_stride
         temperature = load_f32(row + 4 * TEMPERATURE)
         greatest = key_value(row_extent(keys, lows, i, parts)[0])
@@ -274,7 +275,7 @@ def sampling_gather(rows, logits, keys, lows, counts, taken, lists, size, parts,
     i = block_y()
     row = rows + i64(i) * ROW_BYTES
     mode = wants(row)
-    if load_b32(row + 4 * KIND) == DRAW and mode != 0:
+    if load_b32(row + 4 * KIND) >= DRAW and mode != 0:
         source = logits + i64(load_b32(row + 4 * LOGITS_ROW)) * logits_stride
         temperature = load_f32(row + 4 * TEMPERATURE)
         key, low = row_extent(keys, lows, i, parts)

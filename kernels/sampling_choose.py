@@ -53,6 +53,7 @@ from atlas_kernels.sampling_rows import (
     DRAW,
     EDIT_BYTES,
     FIRST_EDIT,
+    GREEDY,
     KIND,
     LANES,
     LOGITS_ROW,
@@ -114,7 +115,7 @@ def _sum_lanes(tile, lanes, keys, count):
 
 
 @device
-def _end_lanes(lanes):
+def end_lanes(lanes):
     """The shared lanes become cumulative; the sum of all."""
     if thread_x() == 0:
         _accumulate(lanes, i32(LANES))
@@ -174,7 +175,7 @@ def _drawn(
     Among ``count`` candidates: those of a list in order of ids, or all ids that are not banned.
     """
     thread = thread_x()
-    target = u * _end_lanes(lanes)
+    target = u * end_lanes(lanes)
     end = f32(0)
     if thread < LANES:
         end = load_shared_f32(lanes + thread * 4)
@@ -288,7 +289,7 @@ def sampling_choose(
             key, low = row_extent(keys, lows, i, parts)
             is_sound = load_b32(chosen + logits_row * 4) >= 0
             is_sound = is_sound and key != NOT_FINITE and key != LEAST
-            if is_sound and kind != DRAW:
+            if is_sound and kind == GREEDY:
                 result = i32(_LOW - (key & _LOW))
             if is_sound and kind == DRAW:
                 temperature, greatest = load_f32(row + 4 * TEMPERATURE), key_value(key)
@@ -305,7 +306,7 @@ def sampling_choose(
                 sync_threads()
                 total, is_whole = f32(0), left == WHOLE
                 if mode == 2 and top_k == 0:
-                    total = _end_lanes(sums)
+                    total = end_lanes(sums)
                 if mode != 0:
                     count = load_b32(counter)
                 # 0: gather again where the list is too short; 1: by probability, top-k; 2: by id,
@@ -346,7 +347,7 @@ def sampling_choose(
                         count = i32(min(count, top_k))
                     if step == 2 and by_mass:
                         _sum_lanes(tile, sums, listed, count)
-                        total = _end_lanes(sums)
+                        total = end_lanes(sums)
                     if top_p < f32(1) and ((step == 1 and top_k == 0) or (step == 3 and by_mass)):
                         reached = _count_to_mass(tile, sums, listed, count, top_p * total)
                         if reached >= 0:

@@ -29,8 +29,9 @@ ROW_BYTES = 4 * ROW_WORDS
 ) = range(17)
 """Words of a row, int32 or float32."""
 
-NONE, GREEDY, DRAW = 0, 1, 2
-"""Kinds: the row is not ours; the greatest adjusted logit; a random number decides."""
+NONE, GREEDY, DRAW, SCORE = 0, 1, 2, 3
+"""Kinds: nobody's row; the greatest adjusted logit; a random number decides; nothing is chosen, but
+what was is scored, with the ``TOP_K`` best."""
 
 EDIT_BYTES = 16
 """An edit: id, bias (float32), occurrences in the output, ``IN_PROMPT`` | ``BANNED``."""
@@ -45,6 +46,9 @@ LANE_BLOCKS = LANES // 32
 BINS = 1024
 SHORT_LEN = 4096
 """Candidates that a row has room for; beyond, a row takes one of the long lists in turn."""
+MAX_SCORES = 20
+SCORE_WORDS = 2 * MAX_SCORES + 2
+"""A score: log-probability (float32), 0, the best ids, their log-probabilities."""
 MAX_VOCABULARY = 1 << 20
 
 

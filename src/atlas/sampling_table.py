@@ -6,7 +6,7 @@ sequence is known to the device alone, it counts for the penalties there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from atlas.errors import InvalidArgumentError
 from atlas.ops import penalties, sampling
-from atlas.ops.elementary import F32
+from atlas.ops.elementary import F32, log32, tree_sum
 from atlas.ops.random import Purpose, uniform
 
 if TYPE_CHECKING:
@@ -51,8 +51,10 @@ EDIT = np.dtype(
 )
 """What happens to one id's logit; a row names an id once."""
 
-NONE, GREEDY, DRAW = 0, 1, 2
+NONE, GREEDY, DRAW, SCORE = 0, 1, 2, 3
 IN_PROMPT, BANNED = 1, 2
+MAX_SCORES = 20
+SCORE_WORDS = 2 * MAX_SCORES + 2
 MAX_VOCABULARY = 1 << 20
 MAX_EDITS = 2048
 """Ids that bias, bans and penalties of one row may touch."""
@@ -73,7 +75,8 @@ def host_reason(params: SamplingParams, num_ids: int, vocab_size: int) -> str | 
     """
     on = {
         "logits_processor": params.logits_processor is not None,
-        "logprobs": params.logprobs is not None,
+        "logprobs_mode": params.logprobs is not None and params.logprobs_mode != "raw",
+        f"logprobs above {MAX_SCORES}": (params.logprobs or 0) > MAX_SCORES,
         "bad_words of several tokens": any(len(word) > 1 for word in params.bad_words),
         "dry_multiplier": params.dry_multiplier > 0.0,
         "top_n_sigma": params.top_n_sigma > 0.0 and not params.greedy,
@@ -199,20 +202,41 @@ class SamplingTable:
 
     Parameters
     ----------
-    rows : int32 [S, 20], edits : int32 [E, 4]
-        Where they are written, pinned memory perhaps. E ≥ S · MAX_EDITS.
+    rows : int32 [S, 20], edits : int32 [E, 4], scores : int32 [S, 20]
+        Where they are written, pinned memory perhaps. E ≥ S · MAX_EDITS; ``scores`` are rows too.
+
+    Attributes
+    ----------
+    num_rows, num_edits, num_scores : int
+    score_places : dict
+        Logits row → number among the scores, and how many best ids are asked for.
     """
 
-    def __init__(self, rows: NDArray[np.int32], edits: NDArray[np.int32]) -> None:
-        self._rows = rows.reshape(-1).view(ROW)
+    def __init__(self, rows: Ints, edits: Ints, scores: Ints) -> None:
+        self._rows, self._scores = (array.reshape(-1).view(ROW) for array in (rows, scores))
         self._edits = edits.reshape(-1).view(EDIT)
-        self.num_rows = self.num_edits = 0
+        self.fill(())
 
     def fill(self, draws: Sequence[Draw]) -> None:
         """Begin a step with these draws."""
         self.num_rows = self.num_edits = 0
+        self.score_places: dict[int, tuple[int, int]] = {}
         for draw in draws:
             self._add(draw)
+            if draw.params.logprobs is not None:
+                self._add_score(draw.logits_row, draw.params.logprobs)
+
+    @property
+    def num_scores(self) -> int:
+        """Rows whose token is scored."""
+        return len(self.score_places)
+
+    def _add_score(self, logits_row: int, num_top: int) -> None:
+        row = self._scores[self.num_scores : self.num_scores + 1]
+        row.view(np.int32)[:] = 0
+        row["logits_row"], row["kind"], row["top_k"] = logits_row, SCORE, num_top
+        row["temperature"], row["top_p"], row["repetition"], row["fed_row"] = 1, 1, 1, -1
+        self.score_places[logits_row] = self.num_scores, num_top
 
     def _add(self, draw: Draw) -> None:
         params, first = draw.params, self.num_edits
@@ -243,9 +267,34 @@ class SamplingTable:
         self.num_rows += 1
         self.num_edits += count
 
-    def pad(self, num_rows: int) -> None:
+    def pad(self, num_rows: int, num_scores: int = 0) -> None:
         """Rows of nobody up to a number."""
         self._rows["kind"][self.num_rows : num_rows] = NONE
+        self._scores["kind"][self.num_scores : num_scores] = NONE
+
+
+class Scores:
+    """Log-probabilities that a step on the device gives.
+
+    Parameters
+    ----------
+    words : int32 [S, 42]
+        As the device wrote them: log-probability (float32), 0, the best ids, theirs.
+    places : mapping
+        ``SamplingTable.score_places``.
+    """
+
+    def __init__(self, words: Ints, places: Mapping[int, tuple[int, int]]) -> None:
+        self._words, self._places = words.reshape(-1, SCORE_WORDS), dict(places)
+
+    def sampled(self, logits_row: int, token_id: int) -> sampling.Sampled:
+        """A row's chosen token with its log-probability and the best ones."""
+        number, num_top = self._places[logits_row]
+        words = self._words[number]
+        ids = words[2 : 2 + num_top].tolist()
+        found = words[2 + MAX_SCORES : 2 + MAX_SCORES + num_top].view(np.float32).tolist()
+        own = float(words[:1].view(np.float32)[0])
+        return sampling.Sampled(token_id, own, list(zip(ids, found, strict=True)))
 
 
 def choose_tokens(logits: F32, token_ids: Ints, rows: Ints, edits: Ints, *, chosen: Ints) -> None:
@@ -301,3 +350,25 @@ def _token(adjusted: F32, row: Any) -> int:
     seed = int(row["seed_low"]) | int(row["seed_high"]) << 32
     u = uniform(seed, int(row["sample_index"]), int(row["position"]), Purpose.DRAW)
     return int(left.ids[sampling.draw(left.w, u)])
+
+
+def score_tokens(logits: F32, rows: Ints, chosen: Ints, *, scores: Ints) -> None:
+    """The definition of what a device makes of a table's scores; none where no token was chosen.
+
+    Parameters
+    ----------
+    logits : float32 [L, C]
+    rows : int32 [S, 20]
+    chosen : int32 [L]
+    scores : int32 [S, 42]
+    """
+    for row, out in zip(np.ascontiguousarray(rows).reshape(-1).view(ROW), scores, strict=True):
+        place, num_top = int(row["logits_row"]), int(row["top_k"])
+        if row["kind"] != SCORE or chosen[place] < 0:
+            continue
+        left = sampling.candidates(logits[place])
+        ranked = sampling.most_probable(left.x, num_top)
+        log_total = log32(tree_sum(left.w))
+        out[:1].view(np.float32)[0] = left.x[chosen[place]] - log_total
+        out[2 : 2 + num_top] = ranked
+        out[2 + MAX_SCORES :].view(np.float32)[:num_top] = left.x[ranked] - log_total

@@ -379,6 +379,8 @@ class StepLoop:
         if token < 0:
             what = " after bias and penalties" if drawn else ""
             return NonFiniteLogitsError(f"the model's logits hold NaN or infinity{what}")
+        if generation.params.logprobs is not None:
+            return result.scored(row, token)
         return Sampled(token)
 
     def _keep_all(self, flight: Flight, choices: list[list[Choice]]) -> None:

@@ -120,6 +120,7 @@ print("done")
 """
 
 
+@pytest.mark.cpu
 def test_fork_while_the_owner_thread_runs(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORK_WHILE_OWNED, str(folder)],

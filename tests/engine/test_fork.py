@@ -10,6 +10,8 @@ import pytest
 
 from tests.engine.folders import script_environment
 
+pytestmark = pytest.mark.cpu
+
 _PRELUDE = """
 import faulthandler, os, signal, sys, threading, time
 from atlas import Engine, SamplingParams

@@ -216,6 +216,7 @@ def test_a_save_that_fails_leaves_the_old_file(
     run_out(engine)
 
 
+@pytest.mark.cpu
 def test_no_foreign_tokens_in_the_file(engine: Engine, tmp_path: Path) -> None:
     """Places of the last block behind the sequence hold zeros, not an earlier request's KV."""
     engine.generate(list(range(3, 120)), GREEDY)  # fill blocks
@@ -325,6 +326,7 @@ def test_every_damage_is_refused(engine: Engine, saved: bytes, tmp_path: Path) -
     assert run_out(engine)[name].samples == engine.generate(PROMPT, SAMPLED).samples
 
 
+@pytest.mark.cpu
 def test_another_models_session_is_refused(engine: Engine, saved: bytes, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(saved)
     for folder, options, word in [

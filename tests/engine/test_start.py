@@ -12,6 +12,8 @@ from atlas import Engine, SamplingParams
 from atlas.backends.cpu import compiler
 from tests.engine.folders import script_environment
 
+pytestmark = pytest.mark.cpu
+
 _WARM = """
 import logging, sys, threading
 import atlas

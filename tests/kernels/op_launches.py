@@ -32,6 +32,11 @@ _FLOAT32 = {
     "moe_route": {"scores", "weights"},
     "moe_experts": {"weights"},
 }
+_OLDER = {
+    "q_norm", "k_norm", "rope_table", "slots", "block_tables", "cu_rows", "positions", "k_pool",
+    "v_pool",
+}  # fmt: skip
+"""Arguments of ``attention_step`` that are older than the kernels right before it."""
 
 
 class BenchQueue:
@@ -112,6 +117,8 @@ class OnDevice:
         if type == "float32" and stored.ndim == 1:
             wide = np.concatenate([stored, np.zeros(-len(stored) % 4, np.float32)])
         address = self.bench.memory.put(wide)
+        if self.op == "attention_step" and name in _OLDER:
+            self.bench.early(address)
         return DeviceArray(address, stored.shape, type, strides), wide, turned
 
     def get(self, value: np.ndarray) -> np.ndarray:
@@ -135,8 +142,7 @@ def put_matrix(bench: Bench, parts: list[HostMatrix], groups: int = 1) -> Device
         rows = host_rows(parts[run.part], run.first, run.first + run.count, found)
         data[run.target : run.target + run.count] = rows
     address = bench.memory.put(data)
-    if hasattr(bench.memory, "constants"):
-        bench.memory.constants.add(address)
+    bench.early(address)
     return DeviceMatrix(found, DeviceArray(address, data.shape, "uint8"))
 
 

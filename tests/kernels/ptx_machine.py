@@ -41,7 +41,8 @@ class Memory:
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     constants: set[int] = field(default_factory=set)
-    """Addresses of allocations that no kernel writes: they may be copied from at any time."""
+    """Addresses of allocations that may be read before ``griddepcontrol.wait``: constants, and what
+    no kernel of the step writes before it is read."""
 
     def put(self, values: Array, shift: int = 0) -> int:
         """Copy an array in; its address, ``shift`` bytes past a multiple of 256."""

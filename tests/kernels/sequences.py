@@ -83,8 +83,8 @@ def decode(
     columns = len(rows) * given.kv_heads * -(-most * group // tile)
     counters = bench.put_ints(np.zeros(columns))
     args = [q.address, pools[0].address, pools[1].address, out.address]
-    args += [bench.put_ints(given.tables), bench.put_ints(np.cumsum([0, *map(len, rows)]))]
-    args += [bench.put_ints([at for _, at in chosen]), partials.address, sums.address, counters]
+    args += [bench.put_early(given.tables), bench.put_early(np.cumsum([0, *map(len, rows)]))]
+    args += [bench.put_early([at for _, at in chosen]), partials.address, sums.address, counters]
     args += [given.heads, given.kv_heads, most, room, given.window, given.tables.shape[1]]
     args += [q.stride, out.stride]
     args += [np.float32(given.dim**-0.5), np.float32(given.softcap)]

@@ -67,12 +67,15 @@ class Given:
                     self.values[table[block], :, max(0, first - block * 16) :] = np.nan
         total = (layer.heads + 2 * layer.kv_heads) * layer.dim
         self.qkv = _normal(len(positions), total, seed=1)
-        self.positions, self.slots = bench.put_ints(positions), bench.put_ints(slots)
-        self.cu_rows = bench.put_ints(np.cumsum([0, *(count for _, count in layer.rows)]))
-        self.block_tables = bench.put_ints(self.tables)
+        self.positions, self.slots = bench.put_early(positions), bench.put_early(slots)
+        self.cu_rows = bench.put_early(np.cumsum([0, *(count for _, count in layer.rows)]))
+        self.block_tables = bench.put_early(self.tables)
         self.angles = bench.put(_normal(max(ends), 2, layer.half, seed=2), "f32")
+        bench.early(self.angles.address)
         self.norms = [
-            bench.put(_normal(1, layer.dim, seed=seed), "f32").address if layer.is_normed else 0
+            bench.early(bench.put(_normal(1, layer.dim, seed=seed), "f32").address)
+            if layer.is_normed
+            else 0
             for seed in (3, 4)
         ]
         self.room = max(ends) // 512 + 2
@@ -119,6 +122,8 @@ class Given:
     def fused(self, tile: int, workers: int) -> tuple[np.ndarray, list[np.ndarray]]:
         """One kernel: out, pools; q, k and v must stay as they are."""
         layer, bench, pools = self.layer, self.bench, self.pools()
+        for pool in pools:
+            bench.early(pool.address)
         qkv = bench.put(self.qkv, "bf16", pad=8)
         out = bench.empty((len(self.qkv), layer.heads * layer.dim), "bf16", pad=24)
         groups = self.groups(tile)

@@ -18,6 +18,7 @@ from atlas_kernels.gemm_step_plan import (
     k_splits,
     range_len,
     rung,
+    shortened,
     variant,
 )
 from hypothesis import given
@@ -48,6 +49,8 @@ def test_every_tile_fits_an_sm() -> None:
 def test_a_matrix_has_one_order(n: int, gated: bool) -> None:
     chosen = {variant(n, rows, gated=gated) for rows in range(1, RUNGS[-1] + 1)}
     assert {TILES[name].k_splits for name in chosen} == {k_splits(n, gated=gated)}
+    short = {TILES[shortened(name, k)] for name in chosen for k in (64, 4096, 4160)}
+    assert {tile.k_splits for tile in short} == {k_splits(n, gated=gated)}
     mma = form(n, gated=gated).replace("medium", "narrow")
     assert MMA_TILES[f"{mma}_8"].k_splits == k_splits(n, gated=gated)
 
@@ -235,16 +238,19 @@ class TestOnTheGpu:
         assert np.isnan(got[m]).all()
         return got[:m]
 
-    @pytest.mark.parametrize("family", ["narrow", "medium", "wide"])
+    @pytest.mark.parametrize("family", ["narrow", "short", "medium", "wide"])
     def test_rows_are_independent(self, device: Bench, family: str) -> None:
         product = Product(device, 1000, 1160)
         product.weight = device.put(device.get(product.weight), "bf16")  # rows without padding
         x = rounded(_normal(128, 1160), "bf16")
-        full, want = self.wgmma(product, f"{family}_128", x), _reference(product, x)
+        kept = family.replace("short", "narrow")
+        full, want = self.wgmma(product, f"{kept}_128", x), _reference(product, x)
         assert np.abs(full - want).max() <= 1e-5 * np.abs(want).max()
         for m in (1, 2, 7, 8, 9, 31, 33, 64, 65, 127):
             for start in (0, 128 - m):
-                got = self.wgmma(product, f"{family}_{rung(m)}", x[start : start + m])
+                name = f"{family}_{rung(m)}"
+                name = name if name in TILES else f"{kept}_{rung(m)}"
+                got = self.wgmma(product, name, x[start : start + m])
                 np.testing.assert_array_equal(got, full[start : start + m])
 
     @pytest.mark.parametrize("family", ["narrow", "wide"])

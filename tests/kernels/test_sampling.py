@@ -11,14 +11,16 @@ import pytest
 from atlas import sampling_table as table
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.sampling import sample as device_sample
+from atlas.backends.cuda.sampling import score as device_score
 from atlas.ops.sampling import sample
-from atlas.sampler import TokenCounts
+from atlas.sampler import TokenCounts, score_token
 from atlas.sampling import SamplingParams
 from tests.kernels.launches import Bench
 from tests.kernels.op_launches import BenchQueue
 
 Array = np.ndarray[Any, Any]
 EOS = (3, 7)
+_BROKEN = np.full(4300, np.inf)
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Draw:
 
 def _table(draws: list[Draw], rows: Array, edits: Array) -> None:
     """Rows in reverse, so that a row's number is not its place; one row of nobody at the end."""
-    made = table.SamplingTable(rows, edits)
+    made = table.SamplingTable(rows, edits, np.zeros_like(rows))
     asked = []
     for i, draw in reversed(list(enumerate(draws))):
         params, fed_row = draw.params, -1 if draw.unseen is None else i
@@ -223,6 +225,35 @@ def test_a_guess_of_the_nucleus_that_is_too_small(bench: Bench) -> None:
         for seed, p in ((1, 0.5), (2, 0.9999), (3, 0.999999))
     ]
     check(bench, draws)
+
+
+def test_log_probabilities(bench: Bench) -> None:
+    """Of the best ids too, also where too many are alike for a list."""
+    size, put = 4300, bench.memory.put
+    logits = np.stack([_normal(1, size), np.repeat(_normal(2, 43), 100), np.zeros(size), -_BROKEN])
+    logits = logits.astype(np.float32)
+    tops, chosen = [20, 7, 3, 0], np.array([4000, 5, 4299, -1], np.int32)
+    rows, nothing = np.zeros((4, 20), np.int32), table.RowEdits(SamplingParams(), ())
+    made = table.SamplingTable(np.zeros_like(rows), np.zeros((9, 4), np.int32), rows)
+    made.fill(
+        [table.Draw(SamplingParams(logprobs=n), i, 1, 0, nothing) for i, n in enumerate(tops)]
+    )
+    scores = np.zeros((4, table.SCORE_WORDS), np.int32)
+    want, out = scores.copy(), put(scores)
+    device_score(
+        BenchQueue(bench, "sm_90a"),  # type: ignore[arg-type]
+        DeviceArray(put(logits), logits.shape, "float32"),
+        DeviceArray(put(rows), rows.shape, "int32"),
+        DeviceArray(put(chosen), chosen.shape, "int32"),
+        out=DeviceArray(out, scores.shape, "int32"),
+    )
+    table.score_tokens(logits, rows, chosen, scores=want)
+    got = bench.memory.get(out, scores)
+    np.testing.assert_array_equal(got, want)
+    found = table.Scores(got, made.score_places)
+    for i in range(3):
+        token = int(chosen[i])
+        assert found.sampled(i, token) == score_token(logits[i], token, tops[i])
 
 
 @pytest.mark.gpu

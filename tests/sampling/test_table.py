@@ -38,7 +38,7 @@ EOS = (4, 40)
 
 def table_of(rows: int) -> tuple[SamplingTable, Any, Any]:
     arrays = np.zeros((rows, 20), np.int32), np.zeros((rows * MAX_EDITS, 4), np.int32)
-    return SamplingTable(*arrays), *arrays
+    return SamplingTable(*arrays, np.zeros((rows, 20), np.int32)), *arrays
 
 
 @settings(deadline=None, max_examples=150)

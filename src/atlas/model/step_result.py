@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from atlas.ops.sampling import Sampled
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -21,6 +24,10 @@ class StepResult(Protocol):
 
     def logits(self, row: int) -> Floats:
         """float32 [C] of one of the rows that were asked for at launch."""
+        ...
+
+    def scored(self, row: int, token_id: int) -> Sampled:
+        """A token that the device drew with log-probabilities (``SamplingParams.logprobs``)."""
         ...
 
 
@@ -50,3 +57,7 @@ class FinishedStep:
         kept = self._kept.get(row)
         chosen: Floats = self._logits[row] if kept is None else kept
         return chosen
+
+    def scored(self, row: int, token_id: int) -> Sampled:
+        """Not here: the samplers score what they draw."""
+        raise AssertionError("no draw was asked for when the step was launched")

@@ -18,6 +18,7 @@ from tests.backends.cuda.host_gpu import (
     exact_product,
     host_ops,
     host_sample,
+    host_score,
 )
 
 
@@ -25,10 +26,12 @@ from tests.backends.cuda.host_gpu import (
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostGpu]:
     """``device="cuda"`` means this one; nothing of it may be left at the end."""
     made = HostGpu()
+    monkeypatch.delenv("ATLAS_DEVICE", raising=False)
     monkeypatch.setattr(device, "Driver", lambda: made)
     monkeypatch.setattr(device, "KernelTable", HostKernels)
     monkeypatch.setattr(runtime, "implementations", lambda name: host_ops(made))
     monkeypatch.setattr(sampling, "sample", host_sample(made))
+    monkeypatch.setattr(sampling, "score", host_score(made))
     monkeypatch.setattr(runtime, "open_products", lambda device: None)
     monkeypatch.setattr(runtime, "SCRATCH_BYTES", 1 << 16)
     monkeypatch.setattr(backend, "SCRATCH_BYTES", 1 << 16)

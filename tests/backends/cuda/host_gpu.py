@@ -22,7 +22,7 @@ from atlas.backends.cuda.pack import DeviceMatrix
 from atlas.errors import AtlasError
 from atlas.ops import OPS
 from atlas.ops.blocks import HostMatrix, dequantize
-from atlas.sampling_table import choose_tokens
+from atlas.sampling_table import choose_tokens, score_tokens
 from tests.kernels.launches import decode, encode
 from tests.native.test_cuda_launch import LAUNCH
 
@@ -305,6 +305,19 @@ def host_sample(gpu: HostGpu) -> Callable[..., None]:
         queue.call(lambda stream: gpu.do(work), (args, out))
 
     return sample
+
+
+def host_score(gpu: HostGpu) -> Callable[..., None]:
+    """Scores as their definition."""
+
+    def score(queue: Queue, *args: DeviceArray, out: DeviceArray) -> None:
+        def work() -> None:
+            gpu.log.append("score")
+            score_tokens(*(on_host(array) for array in args), scores=on_host(out))
+
+        queue.call(lambda stream: gpu.do(work), (args, out))
+
+    return score
 
 
 def _run(name: str, definition: Callable[..., Any], given: dict[str, Any]) -> None:

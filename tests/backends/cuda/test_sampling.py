@@ -32,8 +32,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def drawn_by_host(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
-    """Tokens of a request that the host samples: asking for log-probabilities makes it."""
-    return engine.generate(prompt, params.replace(logprobs=0)).token_ids
+    """Tokens of a request that the host samples: its mode of log-probabilities makes it."""
+    return engine.generate(prompt, on_host(params)).token_ids
+
+
+def on_host(params: SamplingParams) -> SamplingParams:
+    return params.replace(logprobs=0, logprobs_mode="processed")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,7 +56,7 @@ def test_samples_of_one_prompt_and_forks(cuda: str, folder: Path) -> None:
     """The first tokens come from one row, and the host draws them; then each runs ahead."""
     params = SEEDED.replace(n=3, **PENALTIES)
     with open_engine(folder, feed=True) as engine:
-        want = engine.generate(PROMPTS[3], params.replace(logprobs=0)).samples
+        want = engine.generate(PROMPTS[3], on_host(params)).samples
         got = engine.generate(PROMPTS[3], params).samples
         assert [s.token_ids for s in got] == [s.token_ids for s in want]
         name = engine.submit(PROMPTS[3], params.replace(n=1))
@@ -64,6 +68,28 @@ def test_samples_of_one_prompt_and_forks(cuda: str, folder: Path) -> None:
             note(events, engine.step())
         for each in (name, twin):
             assert events[each][-1].completion.token_ids == want[0].token_ids
+
+
+@pytest.mark.parametrize("kind", ["filters", "bias and bans", "greedy with penalties", "greedy"])
+def test_log_probabilities_are_the_host_s(cuda: str, folder: Path, kind: str) -> None:
+    options = {"temperature": 0.0, "seed": None} if kind == "greedy" else KINDS[kind]
+    params = SEEDED.replace(**options, logprobs=5)
+    seen = params.replace(logits_processor=lambda prompt, output, row: None)
+    with open_engine(folder, feed=True) as engine:
+        want = engine.generate(PROMPTS, seen)
+        mixed = [params, params.replace(logprobs=0), params.replace(logprobs=20)]
+        names = [engine.submit(PROMPTS[i], mixed[i % 3]) for i in range(5)]
+        events: dict[str, list[Any]] = {}
+        while engine.has_unfinished():
+            note(events, engine.step())
+        for i, name in enumerate(names):
+            got = events[name][-1].completion.samples[0]
+            assert got.token_ids == want[i].token_ids
+            for mine, theirs in zip(got.logprobs, want[i].samples[0].logprobs, strict=True):
+                assert mine.logprob == theirs.logprob
+                assert len(mine.top) == (5, 0, 20)[i % 3]
+                assert mine.top[:5] == theirs.top[: len(mine.top)]
+        assert engine.metrics().host_sampled == {"logits_processor": 5}
 
 
 def test_preempted_requests_draw_the_same(cuda: str, folder: Path) -> None:
@@ -109,9 +135,9 @@ def test_what_the_host_draws_is_counted_by_its_reason(gpu: HostGpu, folder: Path
     with open_engine(folder, feed=True) as engine:
         params = SEEDED.replace(max_tokens=3)
         engine.generate(PROMPTS[0], params.replace(typical_p=0.9, top_n_sigma=2.0))
-        engine.generate(PROMPTS[0], params.replace(logprobs=2, n=2))
+        engine.generate(PROMPTS[0], params.replace(logprobs=21, n=2))
         assert "sample" not in gpu.log
-        reasons = {"top_n_sigma, typical_p": 1, "logprobs": 2}
+        reasons = {"top_n_sigma, typical_p": 1, "logprobs above 20": 2}
         assert engine.metrics().host_sampled == reasons
         others = params.replace(xtc_probability=0.5)
         names = [engine.submit(PROMPTS[0], params), engine.submit(PROMPTS[1], others)]

@@ -44,6 +44,8 @@ class CpuRuntime:
     name = "cpu"
     kind = "eager"
     kinds = ("eager",)
+    batch_sizes: tuple[int, ...] = ()  # no shape serves others: what is common is recorded
+    prompt_sizes: tuple[int, ...] = ()
     promises = (
         "results do not depend on the number of threads",
         "a warm prefix cache gives a cold one's bits",
@@ -157,6 +159,8 @@ class CpuRuntime:
     def to_host(self, array: Array) -> Array:
         """The array itself, which is in host memory."""
         return array
+
+    stream_handle = 0
 
     def synchronize(self) -> None:
         """Nothing runs once a call has returned."""

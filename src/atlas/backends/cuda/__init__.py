@@ -9,3 +9,8 @@ library. Files named like those of ``atlas.ops`` compute launches; the others ar
 - ``module``: compiled kernels on the device; ``loading``: weights through pinned buffers
 - ``pools``: the paged KV pools; ``runtime``: what a model calls; ``backend``: what a load calls
 """
+
+from __future__ import annotations
+
+NOT_OFFERED: frozenset[str] = frozenset()
+"""Ops without a kernel here; a model that needs one is refused by name when it is loaded."""

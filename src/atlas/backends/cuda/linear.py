@@ -17,6 +17,7 @@ from atlas_kernels.gemm_step_plan import (
     TILES,
     form,
     rung,
+    shortened,
 )
 
 from atlas.backends.cuda import activation as gates
@@ -169,13 +170,14 @@ def step_product(
     strides = (0 if residual is None else residual.strides[0], out.strides[0])
     option = _GATES[epilogue.gate] if epilogue.gate is not None else int(is_f32)
     if weight.format == "bf16" and queue.device.arch == "sm_90a":
-        tile = TILES[f"{family}_{rung(m)}"]
+        variant = shortened(f"{family}_{rung(m)}", k)
+        tile = TILES[variant]
         maps = (
             queue.tensor_map(weight.values, (tile.box_rows, 64)),
             queue.tensor_map(x, (tile.rows, 64)),
         )
         args: Args = (*maps, *shared, *strides, option)
-        queue.launch(f"gemm_step_bf16_{family}_{rung(m)}", (tile.grid(n), 1), args, (weight, x))
+        queue.launch(f"gemm_step_bf16_{variant}", (tile.grid(n), 1), args, (weight, x))
         return
     family = family.replace("medium", "narrow")
     args = (weight.data, x, *shared, weight.layout.row_bytes, x.strides[0], *strides, option)

@@ -13,6 +13,8 @@ from atlas.backends.cuda.memory import PinnedMemory
 
 if TYPE_CHECKING:
     from atlas.backends.cuda.device import CudaDevice
+    from atlas.ops.sampling import Sampled
+    from atlas.sampling_table import Scores
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -136,6 +138,7 @@ class StepReadBack:
         self._turn = -1 if slot is None else slot.turn
         self._count = count
         self._places = places
+        self.scores: Scores | None = None  # of what the step drew with log-probabilities
         self._tokens: Ints | None = np.empty(0, np.int32) if slot is None else None
 
     def tokens(self) -> Ints:
@@ -146,6 +149,13 @@ class StepReadBack:
             self._ring.wait(self._slot)
             self._tokens = self._slot.tokens[: self._count].copy()
         return self._tokens
+
+    def scored(self, row: int, token_id: int) -> Sampled:
+        """A token that the step drew, with its log-probability and the best ones."""
+        assert self.scores is not None, "nothing was scored"
+        assert self._slot is not None
+        self._ring.wait(self._slot)
+        return self.scores.sampled(row, token_id)
 
     def logits(self, row: int) -> Floats:
         """float32 [C] of a row: one that was asked for at launch, or one as the arena has it."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from atlas.backends.backend import Shapes
 from atlas.backends.cpu.compiler import BodyCompiler
 from atlas.backends.cuda.array import DeviceArray
-from atlas.backends.cuda.buckets import bucket
+from atlas.backends.cuda.buckets import PROMPT_SIZES, bucket
 from atlas.backends.cuda.buffers import buffer_bytes, read_array, take_rows
 from atlas.backends.cuda.device import CudaDevice
 from atlas.backends.cuda.graph import CapturedGraph
@@ -30,6 +30,7 @@ from atlas.backends.cuda.teardown import OwnStream, RecordedStep, Teardown
 from atlas.errors import AtlasError
 from atlas.layers.network import Network
 from atlas.layers.step import INPUTS, StepBuffers, StepShape
+from atlas.model.records import PADDED_BATCH_SIZES
 from atlas.ops.blocks import HostMatrix
 from atlas.ops.select import bind, implementations, takes_queue
 
@@ -68,6 +69,8 @@ class CudaRuntime:
     samples = True
     gains_by_feed = True
     kinds: tuple[ForwardKind, ...] = ("graphed", "eager")
+    batch_sizes = PADDED_BATCH_SIZES
+    prompt_sizes = PROMPT_SIZES
     promises = (
         "eager and graphed steps have the same bits",
         "cached blocks that prompt tokens made serve prompts bitwise; those that generated tokens "
@@ -222,7 +225,7 @@ class CudaRuntime:
         region.pad(shape, padded)
         nbytes = self._input_layout.used_bytes(padded.seqs)
         device.copy_in(self._mirror.address, region.pinned.address, nbytes)
-        num_draws = self._sampling.copy_in(self._turn)
+        table = self._sampling.copy_in(self._turn)
         device.record(region.event)
         if region.num_fed:
             args = (buffers.token_ids, self._chosen, region.num_fed)
@@ -231,8 +234,7 @@ class CudaRuntime:
             step.graph.launch()
         else:
             device.run(step.launches)
-        if num_draws:
-            device.run(self._sampling.launches(num_draws, Queue(device, self.workspace)))
+        self._sampling.run(table, self.workspace)
         if shape.logits:
             self._readbacks.begin(shape.first_logits, shape.logits)
 
@@ -274,7 +276,9 @@ class CudaRuntime:
         self, buffers: StepBuffers, count: int, *, wants_tokens: bool, host_rows: Sequence[int]
     ) -> StepReadBack:
         """What the step that was launched last will have chosen; does not wait."""
-        return self._readbacks.result(count, host_rows)
+        found = self._readbacks.result(count, host_rows)
+        found.scores = self._sampling.scores(self._turn)
+        return found
 
     def greedy(self, buffers: StepBuffers, first: int, count: int) -> Ints:
         """Greedy id of arena rows from ``first`` on; −1 marks a row that is not finite."""
@@ -285,6 +289,11 @@ class CudaRuntime:
         """A copy in host memory, once the work before it is done; bfloat16 as float32."""
         self.device.enter()
         return read_array(self.device, array)
+
+    @property
+    def stream_handle(self) -> int:
+        """The ``CUstream`` on which steps run."""
+        return self.device.stream
 
     def synchronize(self) -> None:
         """Wait for all work."""

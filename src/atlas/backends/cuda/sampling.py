@@ -11,16 +11,26 @@ from atlas._native.cuda_launch import CudaLaunchList
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import match
 from atlas.backends.cuda.launch import Queue, Recording
-from atlas.backends.cuda.memory import Arena, PinnedMemory, aligned
-from atlas.sampling_table import EDIT, MAX_EDITS, ROW, Draw, SamplingTable
+from atlas.backends.cuda.memory import Arena, PinnedMemory, Workspace, aligned
+from atlas.sampling_table import (
+    EDIT,
+    MAX_EDITS,
+    ROW,
+    SCORE_WORDS,
+    Draw,
+    SamplingTable,
+    Scores,
+)
 
 if TYPE_CHECKING:
     from atlas.backends.cuda.device import CudaDevice
 
+_RING = 3  # steps whose scores may be under way: two, and the one that is being read
 KERNELS = tuple(
-    f"sampling_{name}" for name in ("edit", "extent", "count", "lanes", "gather", "choose")
+    f"sampling_{name}" for name in ("edit", "extent", "count", "lanes", "gather", "choose", "score")
 )
 
+ROW_WORDS = ROW.itemsize // 4
 LONG_LIST_BYTES = 64 << 20
 """Room for rows with very many candidates; more of them than it holds take turns."""
 
@@ -47,61 +57,113 @@ def sample(
     out : int32 [L]
         Greedy ids, −1 in a row that is not finite.
     """
-    from atlas_kernels.sampling_rows import (
-        BINS,
-        COUNT_LEN,
-        EXTENT_LEN,
-        LANE_BLOCKS,
-        LANES,
-        MAX_VOCABULARY,
-        ROW_WORDS,
-        SHORT_LEN,
-    )
-
     sizes = match("float32", "L C", logits)
     match("int32", f"{sizes['L']}", out)
     count, vocab = match("int32", f"S {ROW_WORDS}", rows)["S"], sizes["C"]
     num_edits = match("int32", "E 4", edits)["E"]
-    assert vocab <= MAX_VOCABULARY, vocab
-    parts, stride = -(-vocab // EXTENT_LEN), logits.strides[0]
     long_lists = max(1, min(count, LONG_LIST_BYTES // (8 * vocab)))
-    areas = {
+    own = {
+        "long_lists": 8 * long_lists * vocab,
+        "saved": 4 * (num_edits + count),
+        "left_over": 4 * count,
+    }
+    at = _areas(queue, count, vocab, own)
+    edited = (rows, edits, token_ids, logits, at["saved"])
+    parts, stride = _weigh(queue, at, rows, edits, logits, edited, count)
+    for grid, room in ((count, 0), (long_lists, at["long_lists"])):
+        args: tuple[int | DeviceArray, ...]
+        args = (rows, edits, logits, at["keys"], at["lows"], at["counts"], at["taken"])
+        args = (*args, at["lanes"], at["lists"], room, at["saved"], at["extra"], at["left_over"])
+        queue.launch("sampling_choose", (grid, 1), (*args, out, count, vocab, parts, stride))
+
+
+def score(
+    queue: Queue,
+    logits: DeviceArray,
+    rows: DeviceArray,
+    chosen: DeviceArray,
+    *,
+    out: DeviceArray,
+) -> None:
+    """out[row] = the log-probability of the row's chosen token, and the best ids with theirs.
+
+    Parameters
+    ----------
+    logits : float32 [L, C]
+    rows : int32 [S, 20]
+        ``atlas.sampling_table``, of the kind SCORE.
+    chosen : int32 [L]
+    out : int32 [S, 42]
+    """
+    count = match("int32", f"S {ROW_WORDS}", rows)["S"]
+    vocab = match("float32", "L C", logits)["C"]
+    match("int32", f"{count} {SCORE_WORDS}", out)
+    at = _areas(queue, count, vocab, {"saved": 4 * count})
+    # The rows have no edits; their kernel clears the work areas.
+    edited = (rows, rows, chosen, logits, at["saved"])
+    parts, stride = _weigh(queue, at, rows, rows, logits, edited, count)
+    args = (rows, logits, at["keys"], at["lows"], at["taken"], at["lanes"], at["lists"])
+    queue.launch("sampling_score", (count, 1), (*args, chosen, out, vocab, parts, stride))
+
+
+def _areas(queue: Queue, count: int, vocab: int, own: Mapping[str, int]) -> dict[str, int]:
+    """Addresses of the work areas of ``count`` rows, and of those of ``own`` sizes."""
+    from atlas_kernels.sampling_rows import BINS, EXTENT_LEN, LANES, MAX_VOCABULARY, SHORT_LEN
+
+    assert vocab <= MAX_VOCABULARY, vocab
+    parts = -(-vocab // EXTENT_LEN)
+    sizes = {
         "keys": 8 * count * parts,
         "lows": 4 * count * parts,
         "counts": 4 * count * BINS,
         "taken": 4 * count,
         "lanes": 4 * count * LANES,
         "lists": 8 * count * SHORT_LEN,
-        "long_lists": 8 * long_lists * vocab,
-        "saved": 4 * (num_edits + count),
         "extra": 4 * count,
-        "left": 4 * count,
+        **own,
     }
-    at = queue.scratch(sum(aligned(num_bytes) for num_bytes in areas.values()))
+    at = queue.scratch(sum(aligned(num_bytes) for num_bytes in sizes.values()))
     places = {}
-    for name, num_bytes in areas.items():
+    for name, num_bytes in sizes.items():
         places[name], at = at, at + aligned(num_bytes)
-    keys, lows, counts, taken, lanes, lists, longer, saved, extra, left = places.values()
-    extent = (keys, lows)
+    return places
+
+
+def _weigh(
+    queue: Queue,
+    at: Mapping[str, int],
+    rows: DeviceArray,
+    edits: DeviceArray,
+    logits: DeviceArray,
+    edited: tuple[int | DeviceArray, ...],
+    count: int,
+) -> tuple[int, int]:
+    """What comes before a choice: edits, extents, bins, lane sums, candidates."""
+    from atlas_kernels.sampling_rows import COUNT_LEN, EXTENT_LEN, LANE_BLOCKS
+
+    vocab, stride = logits.shape[1], logits.strides[0]
+    parts = -(-vocab // EXTENT_LEN)
+    keys, lows, counts, taken, lanes = (
+        at[name] for name in ("keys", "lows", "counts", "taken", "lanes")
+    )
     args: tuple[int | DeviceArray, ...]
-    args = (rows, edits, token_ids, logits, saved, extra, counts, taken, lanes, stride)
+    args = (*edited, at["extra"], counts, taken, lanes, stride)
     queue.launch("sampling_edit", (count, 1), args)
-    args = (rows, logits, *extent, vocab, stride)
+    args = (rows, logits, keys, lows, vocab, stride)
     queue.launch("sampling_extent", (parts, count), args)
-    args = (rows, logits, *extent, counts, vocab, parts, stride)
+    args = (rows, logits, keys, lows, counts, vocab, parts, stride)
     queue.launch("sampling_count", (-(-vocab // COUNT_LEN), count), args)
-    args = (rows, edits, logits, *extent, lanes, vocab, parts, stride)
+    args = (rows, edits, logits, keys, lows, lanes, vocab, parts, stride)
     queue.launch("sampling_lanes", (LANE_BLOCKS, count), args)
-    args = (rows, logits, *extent, counts, taken, lists, vocab, parts, stride)
+    args = (rows, logits, keys, lows, counts, taken, at["lists"], vocab, parts, stride)
     queue.launch("sampling_gather", (parts, count), args)
-    for grid, room in ((count, 0), (long_lists, longer)):
-        args = (rows, edits, logits, *extent, counts, taken, lanes, lists, room, saved, extra, left)
-        queue.launch("sampling_choose", (grid, 1), (*args, out, count, vocab, parts, stride))
+    return parts, stride
 
 
 def table_bytes(max_draws: int) -> int:
     """Device memory of a ``Sampling``."""
-    return aligned(max_draws * ROW.itemsize) + aligned(max_draws * MAX_EDITS * EDIT.itemsize)
+    rows, scores = max_draws * ROW.itemsize, max_draws * 4 * SCORE_WORDS
+    return 2 * aligned(rows) + aligned(scores) + aligned(max_draws * MAX_EDITS * EDIT.itemsize)
 
 
 class Sampling:
@@ -132,58 +194,80 @@ class Sampling:
     ) -> None:
         self._device, self._max_draws = device, max_draws
         self._buffers, self._chosen = buffers, chosen
-        self._rows = arena.take((max_draws, ROW.itemsize // 4), "int32", zero=True)
+        self._rows = arena.take((max_draws, ROW_WORDS), "int32", zero=True)
+        self._score_rows = arena.take((max_draws, ROW_WORDS), "int32", zero=True)
         self._edits = arena.take((max_draws * MAX_EDITS, EDIT.itemsize // 4), "int32")
+        self._scores = arena.take((max_draws, SCORE_WORDS), "int32", zero=True)
         self._pinned: list[PinnedMemory] = []
-        self._tables: list[SamplingTable] = []
-        self._launches: dict[int, CudaLaunchList] = {}
-        for _ in range(2):
-            rows, edits = (
-                PinnedMemory(device, array.nbytes) for array in (self._rows, self._edits)
-            )
-            self._pinned += [rows, edits]
-            self._tables.append(
-                SamplingTable(rows.array.view(np.int32), edits.array.view(np.int32))
-            )
+        self._tables = [self._table() for _ in range(2)]
+        self._results = [self._pin(self._scores) for _ in range(_RING)]
+        self._turn = 0
+        self._launches: dict[tuple[int, int], CudaLaunchList] = {}
+
+    def _pin(self, array: DeviceArray) -> PinnedMemory:
+        self._pinned.append(PinnedMemory(self._device, array.nbytes))
+        return self._pinned[-1]
+
+    def _table(self) -> tuple[SamplingTable, list[PinnedMemory]]:
+        pinned = [self._pin(array) for array in (self._rows, self._edits, self._score_rows)]
+        return SamplingTable(*(memory.array.view(np.int32) for memory in pinned)), pinned
 
     def fill(self, turn: int, draws: Sequence[Draw]) -> None:
         """Write the draws of the step whose inputs are region ``turn``'s."""
-        self._tables[turn].fill(draws)
+        self._tables[turn][0].fill(draws)
 
-    def copy_in(self, turn: int) -> int:
-        """Copy a step's table to the device; rows to launch for, 0 where it has none."""
-        table = self._tables[turn]
-        count = table.num_rows
-        if not count:
-            return 0
-        padded = min(1 << (count - 1).bit_length(), self._max_draws)
-        table.pad(padded)
-        rows, edits = self._pinned[2 * turn : 2 * turn + 2]
-        self._device.copy_in(self._rows.address, rows.address, padded * ROW.itemsize)
-        if table.num_edits:
-            self._device.copy_in(
-                self._edits.address, edits.address, table.num_edits * EDIT.itemsize
-            )
-        table.fill(())
-        return padded
+    def copy_in(self, turn: int) -> SamplingTable:
+        """Copy a step's table to the device."""
+        table, (rows, edits, scores) = self._tables[turn]
+        if table.num_rows:
+            copy = self._device.copy_in
+            table.pad(self._padded(table.num_rows), self._padded(table.num_scores))
+            copy(self._rows.address, rows.address, self._padded(table.num_rows) * ROW.itemsize)
+            if table.num_edits:
+                copy(self._edits.address, edits.address, table.num_edits * EDIT.itemsize)
+            if table.num_scores:
+                num_bytes = self._padded(table.num_scores) * ROW.itemsize
+                copy(self._score_rows.address, scores.address, num_bytes)
+        return table
 
-    def launches(self, count: int, queue: Queue) -> CudaLaunchList:
-        """What chooses the tokens of ``count`` rows of the table, once the step has run."""
-        if count not in self._launches:
+    def _padded(self, count: int) -> int:
+        return min(1 << (count - 1).bit_length(), self._max_draws) if count else 0
+
+    def run(self, table: SamplingTable, workspace: Workspace) -> None:
+        """Choose the tokens of a table that was copied in, once the step has run; score them."""
+        if not table.num_rows:
+            return
+        count, num_scores = self._padded(table.num_rows), self._padded(table.num_scores)
+        self._device.run(self._recorded(count, num_scores, workspace))
+        if num_scores:
+            self._turn = (self._turn + 1) % _RING
+            target, scores = self._results[self._turn], self._scores[: table.num_scores]
+            self._device.copy_out(target.address, scores.address, scores.nbytes)
+
+    def _recorded(self, count: int, num_scores: int, workspace: Workspace) -> CudaLaunchList:
+        key = count, num_scores
+        if key not in self._launches:
             recording = Recording()
-            sample(
-                Queue(queue.device, queue.workspace, recording),
-                self._buffers["logits"],
-                self._buffers["token_ids"],
-                self._rows[:count],
-                self._edits,
-                out=self._chosen,
-            )
-            self._launches[count] = recording.compile(self._device)
-        return self._launches[count]
+            queue = Queue(self._device, workspace, recording)
+            logits, ids, chosen = self._buffers["logits"], self._buffers["token_ids"], self._chosen
+            sample(queue, logits, ids, self._rows[:count], self._edits, out=chosen)
+            if num_scores:
+                scores = self._scores[:num_scores]
+                score(queue, logits, self._score_rows[:num_scores], chosen, out=scores)
+            self._launches[key] = recording.compile(self._device)
+        return self._launches[key]
+
+    def scores(self, turn: int) -> Scores | None:
+        """What ``run`` scored last, to be read once the step is done; None without scores."""
+        table = self._tables[turn][0]
+        if not table.num_scores:
+            return None
+        return Scores(self._results[self._turn].array.view(np.int32), table.score_places)
 
     def close(self) -> None:
         """Free the tables; idempotent."""
         self._launches.clear()
+        self._tables.clear()
+        self._results.clear()
         while self._pinned:
             self._pinned.pop().close()
