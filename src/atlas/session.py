@@ -54,7 +54,7 @@ class RestoredSequence(NamedTuple):
     Attributes
     ----------
     seq : SequenceState
-        The caller's to free.
+        The caller's to free; its ``seq_len`` tokens are not run again.
     logits : float32 [C] or None
         The row that was saved with it.
     """
@@ -201,6 +201,7 @@ class Sessions:
                 user=user,
             ),
         )
+        request.restored_tokens = len(saved.tokens)
         generation = request.generations[0]
         with self._driver.between_steps():
             self._driver.register(request, public=True)

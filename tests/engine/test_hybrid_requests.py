@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from atlas import Engine, SamplingParams
+from atlas._native.plan import EntryKind
 from atlas.errors import SequenceStateError
+from tests.composition.harness import Recorder
 from tests.engine import test_fork_and_rewind, test_requests, test_sessions
 from tests.engine.conftest import num_taken
 from tests.engine.folders import write_hybrid
@@ -67,6 +69,22 @@ def test_a_rewound_request_goes_on_as_one_run_to_there(engine: Engine, position:
     assert standing.token_ids == plain.token_ids[: position - 70]
     done = run_out(engine)[name]
     assert done.samples == plain.samples
+
+
+def test_a_restored_request_runs_nothing_again(engine: Engine, tmp_path: Path) -> None:
+    plain = engine.generate(LONG, PARAMS)
+    name = engine.submit(LONG, PARAMS)
+    advance(engine, 30)
+    engine.save(name, tmp_path / "session")
+    engine.cancel(name)
+    run_out(engine)
+    with Recorder(engine) as recorder:
+        name = engine.restore(tmp_path / "session")
+        done = run_out(engine)[name]
+    assert done.samples == plain.samples
+    assert done.usage.restored_tokens == 70 + 29
+    assert recorder.num_rows(EntryKind.PROMPT) == 0
+    assert recorder.num_rows(EntryKind.STEP) == 60 - 30
 
 
 def test_a_rewind_without_a_snapshot_is_refused(folder: Path) -> None:

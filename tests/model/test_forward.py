@@ -235,9 +235,7 @@ def test_facts_and_capabilities_of_later_issues(model: Model) -> None:
 
 
 @pytest.mark.contract("forward.prefill_twophase")
-def test_prefill_twophase_without_recurrence_is_a_prefill(
-    model: Model, expected: Expected
-) -> None:
+def test_prefill_twophase_without_recurrence_is_a_prefill(model: Model, expected: Expected) -> None:
     seq = model.lifecycle.alloc_sequence()
     view = model.forward.prefill_twophase(PROMPT, seq, 8)
     assert_logits(view, expected(PROMPT)[-1:])
