@@ -55,7 +55,7 @@ def test_every_delivered_row_has_a_test() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", DELIVERED)
+@pytest.mark.parametrize("key", [key for key in DELIVERED if "." in key])
 def test_declared_tests_notice_a_noop(key: str) -> None:
     files = declared_files(key)
     assert files, f'no test is marked @pytest.mark.contract("{key}")'

@@ -359,7 +359,7 @@ def test_a_rewind_forgets_what_was_kept_of_dropped_tokens(model: Model, ssm: Mod
 
 @pytest.mark.contract("ssm.rollback_ring_slots", "ssm.rollback_unsupported")
 def test_the_ring_is_bounded(model: Model, ssm: ModelSsmState) -> None:
-    assert not ssm.rollback_unsupported
+    assert ssm.rollback_unsupported is False
     assert ssm.rollback_ring_slots > 1
     seq = prefilled(model, PROMPT)
     for place in (-1, ssm.rollback_ring_slots):
