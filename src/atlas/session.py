@@ -38,6 +38,7 @@ from atlas.live_request import LiveRequest
 from atlas.model import Model
 from atlas.model.core import ModelCore
 from atlas.model.logits_view import LogitsView
+from atlas.model.recurrence import require_state
 from atlas.model.sequence import SequenceState
 from atlas.saved_request import describe_request, restore_request
 from atlas.step_loop import StepLoop
@@ -134,7 +135,7 @@ class Sessions:
         with self._driver.exclusive():
             self._core.enter(seq)
             seq.native.check()
-            self._core.require_state(seq)
+            require_state(seq)
             header = SequenceHeader(
                 layout.fingerprint,
                 seq.seq_len,

@@ -239,6 +239,18 @@ def test_rows_beyond_what_is_kept(model: Model, ssm: ModelSsmState) -> None:
     assert decoded(model, [5], seq) == [row_after(model, [*PROMPT, *[7] * CHECKPOINT_ROWS, 5])]
 
 
+def test_a_rollback_longer_than_a_step() -> None:
+    with random_model("delta", threads=2, max_step_tokens=3) as loaded:
+        model = loaded.model
+        assert model.ssm is not None
+        seq = prefilled(model, PROMPT)
+        model.ssm.checkpoint(seq)
+        decoded(model, OTHER, seq)
+        model.ssm.rollback(seq, 5)
+        model.lifecycle.rewind(seq, N + 5)
+        assert decoded(model, [5], seq) == [row_after(model, [*PROMPT, *OTHER[:5], 5])]
+
+
 @pytest.mark.contract(
     "ssm.start_checkpoint_async", "ssm.start_rollback_and_checkpoint_async", "ssm.sync_secondary"
 )

@@ -18,6 +18,7 @@ from atlas.cache.sequence_file import (
 )
 from atlas.cache.state_slots import HeldState
 from atlas.errors import InvalidArgumentError, SequenceStateError
+from atlas.model import recurrence
 from atlas.model.capability import Unavailable
 from atlas.model.prefix import cache_state, insert_blocks
 from atlas.model.records import PrefixReclaim
@@ -321,7 +322,7 @@ class DenseLifecycle(ModelLifecycle):
             raise InvalidArgumentError(
                 f"new_slot is {new_slot}; allowed: none, this model has no recurrent slots"
             )
-        core.require_state(seq)
+        recurrence.require_state(seq)
         running = core.states.running
         new_slot = whole_number("new_slot", new_slot, 0, running.num_total - 1)
         if running.owner(new_slot) != BY_HAND or new_slot == seq.slot:
@@ -341,7 +342,7 @@ class DenseLifecycle(ModelLifecycle):
         core.enter(seq)
         native = Sequence(core.blocks, core.pools.block_size)
         native.share(seq.native)
-        core.require_state(seq)
+        recurrence.require_state(seq)
         forked = replace(
             seq,
             native=native,
@@ -417,7 +418,7 @@ class DenseLifecycle(ModelLifecycle):
             seq.num_exact,
             native.kv_valid_tokens,
         )
-        core.require_state(seq)
+        recurrence.require_state(seq)
         pools = zip(core.pools.keys, core.pools.values, strict=True)
         parts = (pool[held] for layer in pools for pool in layer)  # a copy of one layer at a time
         write_sequence(writer, header, native.tokens, parts, state=seq.read_state())
