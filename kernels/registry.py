@@ -31,6 +31,7 @@ MODULES = (
     "mamba2_prefill",
     "mamba2_step",
     "norm",
+    "recurrent_plan",
     "rope",
 )
 """The files that declare kernels."""
