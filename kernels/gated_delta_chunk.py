@@ -145,7 +145,8 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
 
     def gated_delta_chunk(
         qkv, a, b, decay_log, dt_bias, chunk_rows, num_chunks,
-        q_out, k_out, w_out, u_out, p_out, logs_out, key_heads, value_heads, qkv_stride, gate_stride,
+        q_out, k_out, w_out, u_out, p_out, logs_out,
+        key_heads, value_heads, qkv_stride, gate_stride,
     ):  # fmt: skip
         launch_dependents()
         wait_prerequisites()
