@@ -153,6 +153,8 @@ class StepLoop:
                 self.snapshots.begin(plan)
             if plan.num_seqs:
                 self.core.run_plan(plan)
+            if self.snapshots is not None:
+                self.snapshots.keep(plan)
             choices = self._choose_all(plan)
         except BaseException as error:
             if lost is None:  # blocks were left half moved
@@ -179,6 +181,8 @@ class StepLoop:
         if isinstance(error, AtlasError):
             ends = np.full(plan.num_seqs, FinishReason.ERROR, np.int32)
         self.scheduler.commit(plan.step_id, nothing, nothing, ends, now_us=_now_us())
+        if self.snapshots is not None:
+            self.snapshots.follow(plan)
         self._report_refused(plan)
         for handle in plan.entries["handle"].tolist():
             if isinstance(error, AtlasError):
@@ -199,6 +203,8 @@ class StepLoop:
         ends = np.full(self._max_running, FinishReason.ERROR, np.int32)
         step_id = self.scheduler.next_step - 1
         plan = self.scheduler.commit(step_id, nothing, nothing, ends, now_us=_now_us())
+        if self.snapshots is not None:
+            self.snapshots.follow(plan)
         self._report_refused(plan)
         for handle in plan.entries["handle"].tolist():
             self._end(handle, AtlasError("the step broke off while its tokens were kept"))
