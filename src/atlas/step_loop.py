@@ -28,6 +28,7 @@ from atlas.live_request import LiveRequest
 from atlas.metrics import Recorder
 from atlas.model.core import ModelCore
 from atlas.model.records import PADDED_BATCH_SIZES
+from atlas.model.recurrence import tail_unit
 from atlas.request import Delta, TokenLogprob
 from atlas.sampler import Sampled, score_token
 from atlas.scheduling import SchedulingOptions
@@ -54,12 +55,13 @@ class StepLoop:
             block_size,
             cache=self.cache,
             slots=None if states is None else states.running,
-            tail_unit=0 if states is None else block_size,
+            chunk_unit=core.chunk_unit,
+            tail_unit=0 if states is None else tail_unit(core),
             compact_slots=False,  # kernels look slots up; a move would copy a state for nothing
             max_running=options.max_running,
             max_step_tokens=core.limits.max_rows,
             max_logits_rows=core.limits.logits_rows,
-            chunk_tokens=min(options.chunk_tokens, core.limits.max_rows),
+            chunk_tokens=min(max(options.chunk_tokens, core.chunk_unit), core.limits.max_rows),
             max_prefills=options.max_prefills,
             spill=options.preemption == "spill",
             reuse_generated=options.reuse_generated,

@@ -66,7 +66,7 @@ class ModelCore:
     network : Network
         With weights packed for ``runtime``.
     runtime : object
-        The backend's side: ``run``, ``ops``, ``close``.
+        The backend's side: ``run``, ``ops``, ``recurrence_chunk``, ``close``.
     pools : KvPools
     buffers : StepBuffers
     limits : Limits
@@ -95,6 +95,7 @@ class ModelCore:
         self.limits = limits
         self.states = states
         self.replay = replay
+        self.chunk_unit: int = 1 if states is None else runtime.recurrence_chunk
         self.blocks = BlockPool(pools.num_blocks)
         self.lifetime = Lifetime()
         self.arena = LogitsArena(buffers.logits, self.lifetime.require)
@@ -236,6 +237,7 @@ class ModelCore:
         if not np.array_equal(seq.tokens, ids[:chunk_start]):
             raise InvalidArgumentError("the prompt differs from what the sequence holds already")
         self.require_length(end)
+        recurrence.require_split(self, end, len(ids))
         return ids[chunk_start:end]
 
     def decode_windows(self, tokens: TokenIds, seqs: Sequence[SequenceState]) -> list[Window]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import lcm
 from typing import TYPE_CHECKING
 
-from atlas.errors import SequenceStateError
+from atlas.errors import InvalidArgumentError, SequenceStateError
 from atlas.layers.step import StepBuffers, StepShape
 
 if TYPE_CHECKING:
@@ -72,25 +73,46 @@ def roll_back(core: ModelCore, seq: SequenceState, rows_kept: int) -> None:
     held.length = start + rows_kept
 
 
+def require_split(core: ModelCore, end: int, num_tokens: int) -> None:
+    """Raise when a window ends where a chunked recurrence could not go on with the same bits."""
+    unit = core.chunk_unit
+    if end % unit and end < num_tokens // unit * unit:
+        raise InvalidArgumentError(
+            f"the window ends at {end}; allowed: multiples of {unit}, the recurrence's chunk, and "
+            f"anything from {num_tokens // unit * unit} on"
+        )
+
+
+def tail_unit(core: ModelCore) -> int:
+    """Positions at whose multiples a prompt's snapshots are: ends of blocks and of chunks."""
+    return lcm(core.pools.block_size, core.chunk_unit)
+
+
 def tail_split(core: ModelCore, num_tokens: int) -> int:
     """Where the last chunk of a prompt should start, so that a snapshot is of use; 0: nowhere.
 
-    The block boundary before the last token: a longer prompt matches so far, and what a chat's
-    template put behind it does not come again.
+    The boundary before the last token: a longer prompt matches so far, and what a chat's template
+    put behind it does not come again.
     """
-    size = core.pools.block_size
-    return 0 if core.states is None else (num_tokens - 1) // size * size
+    unit = tail_unit(core)
+    return 0 if core.states is None else (num_tokens - 1) // unit * unit
 
 
 def pieces(core: ModelCore, start: int, end: int, split: int) -> list[tuple[int, int]]:
-    """Positions ``start`` … ``end`` − 1 in steps that fit, one of which ends at ``split``."""
-    most = core.limits.piece_rows
-    edges = [start, split, end] if start < split < end else [start, end]
-    return [
-        (at, min(at + most, last))
-        for first, last in pairwise(edges)
-        for at in range(first, last, most)
-    ]
+    """Positions ``start`` … ``end`` − 1 in steps that fit, one of which ends at ``split``.
+
+    The others end at multiples of the recurrence's chunk.
+    """
+    unit, most = core.chunk_unit, core.limits.piece_rows
+    steps = []
+    for first, last in pairwise([start, split, end] if start < split < end else [start, end]):
+        at = first
+        while at < last:
+            stop = min(last, (at + most) // unit * unit)
+            assert stop > at, "a step holds a chunk of the recurrence"
+            steps.append((at, stop))
+            at = stop
+    return steps
 
 
 def keep_tail(core: ModelCore, seq: SequenceState) -> None:
