@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,3 +113,20 @@ def test_snapshots_of_a_way_back_go_when_others_need_them(folder: Path) -> None:
         engine.rewind(name, 82)
         run_out(engine)
         assert engine.metrics().snapshots_used == 0
+
+
+def test_close_lets_go_of_the_states(folder: Path) -> None:
+    engine = Engine(folder, threads=1, quiet=True)
+    engine.generate(LONG, PARAMS)
+    with engine.paused() as model:
+        seq = model.lifecycle.alloc_sequence()
+        model.forward.prefill(LONG, seq)
+    states = engine._loaded.core.states
+    assert states is not None
+    arrays = [weakref.ref(array) for array in (*states.pools.states, *states.pools.tails)]
+    del states, model
+    engine.close()
+    gc.collect()
+    assert [array() for array in arrays] == [None] * 4
+    assert seq.slot is not None
+    del seq

@@ -156,6 +156,8 @@ class ModelCore:
             self.lifetime.closed = True
             self.arena.drop()
             del self.network, self.pools, self.buffers
+            if self.states is not None:
+                del self.states.pools  # sequences that outlive the model hold only its slots
             self.states = self.replay = None
 
     # -- arguments ----------------------------------------------------------------------------

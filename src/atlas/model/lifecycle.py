@@ -352,6 +352,8 @@ class DenseLifecycle(ModelLifecycle):
         )
         if not forked.seq_len:
             forked.forget_lookup()
+            if forked.held is not None:  # what the parent found for its prompt is not here
+                forked.held.zero()
         return forked
 
     def cache_sequence(self, seq: SequenceState) -> None:
