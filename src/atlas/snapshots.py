@@ -71,15 +71,24 @@ class Snapshots:
     scheduler : Scheduler
     cache : PrefixCache, optional
     block_size : int
+    reuse_generated : bool
+        Whether the cache may give out what generated tokens made.
     """
 
     def __init__(
-        self, states: StateSlots, scheduler: Scheduler, cache: PrefixCache | None, block_size: int
+        self,
+        states: StateSlots,
+        scheduler: Scheduler,
+        cache: PrefixCache | None,
+        block_size: int,
+        *,
+        reuse_generated: bool,
     ) -> None:
         self._states = states
         self._scheduler = scheduler
         self._cache = cache
         self._block_size = block_size
+        self._reuse_generated = reuse_generated
         self._rings: dict[int, Ring] = {}
         self._offered: dict[tuple[int, int], Snapshot] = {}  # by step and handle, until the commit
 
@@ -194,9 +203,11 @@ class Snapshots:
         boundary, ring.boundary = ring.boundary, None
         for snapshot in ring.snapshots:
             self._states.snapshots.give(snapshot.slot)
-        if boundary is not None and len(ring.tokens) == boundary.length:
+        if boundary is None:
+            return
+        if self._reuse_generated and len(ring.tokens) == boundary.length:
             self._attach(ring.tokens, boundary, is_generated=True)
-        elif boundary is not None:
+        else:
             self._states.snapshots.give(boundary.slot)
 
     def _attach(self, tokens: NDArray[np.int32], snapshot: Snapshot, *, is_generated: bool) -> None:

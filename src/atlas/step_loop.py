@@ -73,7 +73,13 @@ class StepLoop:
         self.snapshots: Snapshots | None = None
         if states is not None:
             states.snapshots.cache = self.cache
-            self.snapshots = Snapshots(states, self.scheduler, self.cache, block_size)
+            self.snapshots = Snapshots(
+                states,
+                self.scheduler,
+                self.cache,
+                block_size,
+                reuse_generated=options.reuse_generated,
+            )
         self.num_steps = 0
         self.last_step_s = 0.0
         self.last_step_end_s = 0.0  # of the process's clock
