@@ -56,7 +56,7 @@ class StepLoop:
             cache=self.cache,
             slots=None if states is None else states.running,
             chunk_unit=core.chunk_unit,
-            tail_unit=0 if states is None else tail_unit(core),
+            tail_unit=tail_unit(core) if states and states.snapshots.num_total else 0,
             compact_slots=False,  # kernels look slots up; a move would copy a state for nothing
             max_running=options.max_running,
             max_step_tokens=core.limits.max_rows,

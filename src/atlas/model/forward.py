@@ -387,7 +387,8 @@ class DenseForward(ModelForward):
             )
         window = begin(core, Window(seq, ids, "prompt", 0), read_cache=logits != "all")
         matched = chunk_len - len(window.token_ids)
-        tail = recurrence.tail_split(core, len(tokens))
+        # Without a cache to give it to, a snapshot is not worth a step of its own.
+        tail = 0 if core.prefix_cache is None else recurrence.tail_split(core, len(tokens))
         with core.room([seq], [chunk_len]):
             # A long window runs in pieces: same bits, as any split.
             for start, end in recurrence.pieces(
