@@ -170,6 +170,7 @@ class Delta:
         """What chunks need, each on its own."""
         args = [self.convolved.data_ptr(), *self.gates(), self.decay_log.data_ptr()]
         args += [self.dt_bias.data_ptr(), self.ranges.chunk_rows.data_ptr()]
+        args += [self.ranges.cu_chunks[-1:].data_ptr()]
         args += [*(tensor.data_ptr() for tensor in self.work), self.key_heads, self.value_heads]
         args += [self.channels * 4, self.stride]
         grid = (self.ranges.num_chunks, self.value_heads)
@@ -406,7 +407,8 @@ class Mamba:
             torch.cuda.synchronize()
         work, ranges = [tensor.data_ptr() for tensor in self.work], self.ranges
         args = [*self.columns, self.dt.data_ptr(), self.decay_log.data_ptr(), self.bias.data_ptr()]
-        args += [ranges.chunk_rows.data_ptr(), *work, self.HEADS, self.GROUPS, 64, self.stride]
+        args += [ranges.chunk_rows.data_ptr(), ranges.cu_chunks[-1:].data_ptr()]
+        args += [*work, self.HEADS, self.GROUPS, 64, self.stride]
         args += [self.HEADS * 2, *BOUNDS]
         self.gpu.run("mamba2_chunk_n128_bf16", (ranges.num_chunks, self.HEADS), args)
         args = [*work, self.x.data_ptr(), self.d.data_ptr(), ranges.chunk_rows.data_ptr()]

@@ -216,6 +216,11 @@ typedef struct atlas_engine_info {
     uint64_t max_logits_rows; /* rows of logits of one forward */
     uint64_t weights_bytes;
     uint64_t kv_bytes;
+    uint64_t num_state_slots;      /* of recurrent state, one a sequence; 0: the model has none */
+    uint64_t num_free_state_slots; /* now */
+    uint64_t num_snapshots;        /* recurrent states that can be kept for later */
+    uint64_t num_free_snapshots;   /* now */
+    uint64_t state_bytes;          /* of all of these */
 } atlas_engine_info;
 
 static inline void atlas_engine_info_init(atlas_engine_info *info) {

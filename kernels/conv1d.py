@@ -70,7 +70,7 @@ def make_causal_conv(rows: Access) -> Any:
 
     Grid (N · ⌈C / (threads · width)⌉, ⌈most rows / TILE⌉); ``weight`` float32 [4, C], ``bias``
     float32 [C] or 0; sequence n has the rows ``begins[n]`` … ``ends[n]`` − 1, and its tail at
-    ``tails`` float32 [S, 3, C], ``slots[n]``. Strides in bytes.
+    ``tails`` float32 [S, 3, C], ``slots[n]`` (−1: padding). Strides in bytes.
     """
     load, item, width, zero = rows.load, rows.item_bytes, rows.width, rows.zero
     floats = access("f32", width)
@@ -95,11 +95,10 @@ def make_causal_conv(rows: Access) -> Any:
             start = constant(bias + i64(channel) * 4)
         wait_prerequisites()
         begin, end = load_b32(begins + sequence * 4), load_b32(ends + sequence * 4)
-        first = i32(begin + block_y() * TILE)
-        if first >= end:
+        first, slot = i32(begin + block_y() * TILE), load_b32(slots + sequence * 4)
+        if slot < 0 or first >= end:
             return
         source = x + i64(channel) * item
-        slot = load_b32(slots + sequence * 4)
         tail = tails + (i64(slot) * (3 * channels) + channel) * 4
         if first == begin:
             a, b, c = load_tail(tail), load_tail(tail + line), load_tail(tail + 2 * line)
@@ -160,11 +159,11 @@ def make_causal_conv_any(rows: Access) -> Any:
         channel = i32((block_x() - sequence * sequence_blocks) * THREADS + thread_x())
         begin, end = load_b32(begins + sequence * 4), load_b32(ends + sequence * 4)
         first, before = i32(begin + block_y() * TILE), i32(taps - 1)
-        if channel >= channels or first >= end:
+        slot = load_b32(slots + sequence * 4)
+        if channel >= channels or slot < 0 or first >= end:
             return
         line = i64(channels) * 4
         source = x + i64(channel) * item
-        slot = load_b32(slots + sequence * 4)
         tail = tails + (i64(slot) * before * channels + channel) * 4
         for row in range(first, min(first + TILE, end)):
             total = constant(bias + i64(channel) * 4) if bias != 0 else zero()

@@ -71,7 +71,7 @@ def shared_bytes(dim: int, type: str) -> int:
 
 @kernel(
     "gated_delta_chunk",
-    args="ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i64 i64",
+    args="ptr " * 13 + "i32 i32 i64 i64",
     threads=THREADS,
     min_blocks=3,
     shared=shared_bytes,
@@ -81,7 +81,8 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
     """Grid (chunks, HV), K = V = ``dim``.
 
     ``qkv`` [T, 2·HK·K + HV·V] float32 after the convolution, ``a`` and ``b`` [T, HV] of the
-    variant's type; ``chunk_rows`` int32 [chunks]: a chunk's first row. Written: ``q``, ``k`` bf16
+    variant's type; ``chunk_rows`` int32 [chunks]: a chunk's first row; ``num_chunks``
+    int32: how many there are, at most those of the grid. Written: ``q``, ``k`` bf16
     [chunks, HK, 64, K], ``w``, ``u`` bf16 [chunks, HV, 64, K], ``p`` bf16 [chunks, HV, 64, 64],
     ``logs`` float32 [chunks, HV, 64] (G). Strides in bytes.
     """
@@ -143,11 +144,14 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
         store_shared_f32x4(place + MATRIX_PITCH, (sign * b0, sign * b1, sign * b2, sign * b3))
 
     def gated_delta_chunk(
-        qkv, a, b, decay_log, dt_bias, chunk_rows, q_out, k_out, w_out, u_out, p_out, logs_out,
+        qkv, a, b, decay_log, dt_bias, chunk_rows, num_chunks,
+        q_out, k_out, w_out, u_out, p_out, logs_out,
         key_heads, value_heads, qkv_stride, gate_stride,
     ):  # fmt: skip
         launch_dependents()
         wait_prerequisites()
+        if block_x() >= load_b32(num_chunks):
+            return
         base, lane, warp = dynamic_shared(), lane_id(), shuffle_b32(thread_x() >> 5, 0)
         chunk, head = i64(block_x()), block_y()
         group = quotient(value_heads, key_heads)

@@ -188,7 +188,7 @@ def make_gated_delta_step(dim: int, rows: Access) -> Any:
 
     - ``qkv`` [T, 2·HK·K + HV·V] float32, ``a`` and ``b`` [T, HV], ``out`` [T, HV, V] float32;
     - sequence n has the rows ``begins[n]`` … ``ends[n]`` − 1 (perhaps none), its state at
-      ``slots[n]`` of ``states`` float32 [S, HV, K, V]. What comes out is written to
+      ``slots[n]`` (−1: padding) of ``states`` float32 [S, HV, K, V]. What comes out is written to
       ``targets[n]``, or nowhere if that is −1.
 
     Strides in bytes.
@@ -215,11 +215,12 @@ def make_gated_delta_step(dim: int, rows: Access) -> Any:
         within = ((lane >> 2) * piece_rows * dim + warp * 16 + (lane & 3) * 4) * 4
         state_bytes = dim * dim * 4
         source = states + (i64(slot) * value_heads + head) * state_bytes
-        prefetch(source, state_bytes, threads)
+        if slot >= 0:
+            prefetch(source, state_bytes, threads)
         rate = load_constant_f32(decay_log + head * 4)
         bias = load_constant_f32(dt_bias + head * 4)
         wait_prerequisites()
-        if begin >= end:
+        if slot < 0 or begin >= end:
             return
         state = load_state(source + within)
         key_head = quotient(head, quotient(value_heads, key_heads))
@@ -337,7 +338,8 @@ def make_gated_delta_mixer_step(dim: int, rows: Access) -> Any:
         within = ((lane >> 2) * piece_rows * dim + warp * 16 + (lane & 3) * 4) * 4
         state_bytes = dim * dim * 4
         source = states + (i64(slot) * value_heads + head) * state_bytes
-        prefetch(source, state_bytes, threads)
+        if slot >= 0:
+            prefetch(source, state_bytes, threads)
         rate = load_constant_f32(decay_log + head * 4)
         bias = load_constant_f32(dt_bias + head * 4)
         element = i32(thread_x() * 2)
@@ -348,7 +350,7 @@ def make_gated_delta_mixer_step(dim: int, rows: Access) -> Any:
         channel = i64(first + (element & (dim - 1)))
         line = i64(2 * key_heads + value_heads) * (dim * 4)
         wait_prerequisites()
-        if begin >= end:
+        if slot < 0 or begin >= end:
             return
         tail = tails + i64(slot) * 3 * line + channel * 4
         t0, t1, t2 = load_f32x2(tail), load_f32x2(tail + line), load_f32x2(tail + 2 * line)

@@ -59,7 +59,7 @@ def shared_bytes(size: int, type: str) -> int:
 
 @kernel(
     "mamba2_chunk",
-    args="ptr " * 12 + "i32 i32 i32 i64 i64 f32 f32",
+    args="ptr " * 13 + "i32 i32 i32 i64 i64 f32 f32",
     threads=THREADS,
     min_blocks=4,
     shared=shared_bytes,
@@ -69,7 +69,8 @@ def make_mamba2_chunk(size: int, type: str) -> Any:
     """Grid (chunks, H); a state of N = ``size``, heads of ``dim`` elements, a multiple of 4.
 
     ``x`` [T, H, P], ``b``, ``c`` [T, G, N] float32 after the convolution, with one stride; ``dt``
-    [T, H] of the variant's type; ``chunk_rows`` int32 [chunks]: a chunk's first row. Written:
+    [T, H] of the variant's type; ``chunk_rows`` int32 [chunks]: a chunk's first row; ``num_chunks``
+    int32: how many there are, at most those of the grid. Written:
     ``q`` (c), ``k`` (b) bf16 [chunks, G, 64, N], ``u`` (Δ x) bf16 [chunks, H, 64, P], ``p`` bf16
     [chunks, H, 64, 64], ``logs`` float32 [chunks, H, 64] (G). Strides in bytes.
     """
@@ -96,11 +97,13 @@ def make_mamba2_chunk(size: int, type: str) -> Any:
         store_f32x2(logs + lane * 8, sums)
 
     def mamba2_chunk(
-        x, b, c, dt, decay_log, dt_bias, chunk_rows, q_out, k_out, u_out, p_out, logs_out,
-        heads, groups, dim, stride, dt_stride, dt_min, dt_max,
+        x, b, c, dt, decay_log, dt_bias, chunk_rows, num_chunks,
+        q_out, k_out, u_out, p_out, logs_out, heads, groups, dim, stride, dt_stride, dt_min, dt_max,
     ):  # fmt: skip
         launch_dependents()
         wait_prerequisites()
+        if block_x() >= load_b32(num_chunks):
+            return
         base, lane, warp = dynamic_shared(), lane_id(), shuffle_b32(thread_x() >> 5, 0)
         chunk, head = i64(block_x()), block_y()
         per_group = quotient(heads, groups)

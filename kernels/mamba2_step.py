@@ -62,8 +62,8 @@ def make_mamba2_step(size: int, channels: int, type: str) -> Any:
     - ``x`` [T, H, P], ``b``, ``c`` [T, G, N] float32 after the convolution, with one stride; P is a
       multiple of ``channels``; ``dt`` [T, H] of the variant's type; ``out`` [T, H, P] float32;
     - sequence n has the rows ``begins[n]`` … ``ends[n]`` − 1 (perhaps none), its state at
-      ``slots[n]`` of ``states`` float32 [S, H, P, N]. What comes out is written to ``targets[n]``,
-      or nowhere if that is −1.
+      ``slots[n]`` (−1: padding) of ``states`` float32 [S, H, P, N]. What comes out is written to
+      ``targets[n]``, or nowhere if that is −1.
 
     Strides in bytes.
     """
@@ -96,7 +96,7 @@ def make_mamba2_step(size: int, channels: int, type: str) -> Any:
         bias, skip = load_constant_f32(dt_bias + head * 4), load_constant_f32(d + head * 4)
         wait_prerequisites()
         begin, end = load_b32(begins + sequence * 4), load_b32(ends + sequence * 4)
-        if first >= dim or begin >= end:
+        if first >= dim or slot < 0 or begin >= end:
             return
         group = quotient(head, quotient(heads, groups))
         within = i64(head * dim + first) * line + lane * (columns * 4)

@@ -38,6 +38,7 @@ MODULES = (
     "mamba2_prefill",
     "mamba2_step",
     "norm",
+    "recurrent_plan",
     "rope",
     "sampling",
     "sampling_choose",

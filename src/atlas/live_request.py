@@ -39,6 +39,7 @@ class LiveRequest:
     handles: dict[int, int] = field(default_factory=dict)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cached_tokens: int = 0
+    restored_tokens: int = 0
     submitted_s: float = field(default_factory=time.perf_counter)
     first_token_s: float = 0.0
     cancelled: bool = False
@@ -86,7 +87,9 @@ class LiveRequest:
 
     def usage(self) -> Usage:
         """Tokens so far."""
-        return Usage(len(self.prompt_ids), self.num_tokens, self.cached_tokens)
+        return Usage(
+            len(self.prompt_ids), self.num_tokens, self.cached_tokens, self.restored_tokens
+        )
 
     def completion(self) -> Completion:
         """The result, once every sample has ended."""

@@ -25,11 +25,15 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts: of the prompt, of it from a cache, and generated (end tokens included)."""
+    """Token counts: of the prompt, of it from a cache, and generated (end tokens included).
+
+    ``restored_tokens``, of prompt and output, came with a saved session and were not run again.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    restored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from atlas.live_request import LiveRequest
 from atlas.model import Model
 from atlas.model.core import ModelCore
 from atlas.model.logits_view import LogitsView
+from atlas.model.recurrence import require_state
 from atlas.model.sequence import SequenceState
 from atlas.saved_request import describe_request, restore_request
 from atlas.step_loop import StepLoop
@@ -54,7 +55,7 @@ class RestoredSequence(NamedTuple):
     Attributes
     ----------
     seq : SequenceState
-        The caller's to free.
+        The caller's to free; its ``seq_len`` tokens are not run again.
     logits : float32 [C] or None
         The row that was saved with it.
     """
@@ -134,7 +135,7 @@ class Sessions:
         with self._driver.exclusive():
             self._core.enter(seq)
             seq.native.check()
-            self._core.require_state(seq)
+            require_state(seq)
             header = SequenceHeader(
                 layout.fingerprint,
                 seq.seq_len,
@@ -194,6 +195,7 @@ class Sessions:
                 user=user,
             ),
         )
+        request.restored_tokens = len(saved.tokens)
         generation = request.generations[0]
         with self._driver.between_steps():
             self._driver.register(request, public=True)

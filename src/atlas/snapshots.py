@@ -1,7 +1,7 @@
 """Kept recurrent states of an engine's requests: for the prefix cache, and for rewinds.
 
-Between two steps a request's state is known at its last token only, so whatever is to be resumed
-later is copied when the state passes by:
+A request's state is there between two steps only, so whatever is to be resumed later is copied when
+the state passes by, behind the step that made it and before the next:
 
 - where a prompt's chunk was cut for it (the tail boundary, a branch point): for the prefix cache,
   and for rewinds to the start of the answer;
@@ -71,16 +71,26 @@ class Snapshots:
     scheduler : Scheduler
     cache : PrefixCache, optional
     block_size : int
+    reuse_generated : bool
+        Whether the cache may give out what generated tokens made.
     """
 
     def __init__(
-        self, states: StateSlots, scheduler: Scheduler, cache: PrefixCache | None, block_size: int
+        self,
+        states: StateSlots,
+        scheduler: Scheduler,
+        cache: PrefixCache | None,
+        block_size: int,
+        *,
+        reuse_generated: bool,
     ) -> None:
         self._states = states
         self._scheduler = scheduler
         self._cache = cache
         self._block_size = block_size
+        self._reuse_generated = reuse_generated
         self._rings: dict[int, Ring] = {}
+        self._offered: dict[tuple[int, int], Snapshot] = {}  # by step and handle, until the commit
 
     def begin(self, plan: Plan) -> None:
         """After a plan's actions: what a prompt starts from is its first way back."""
@@ -90,49 +100,44 @@ class Snapshots:
                 length = self._scheduler.matched(handle)[0]
                 self._keep_start(handle, int(action["other"]), length)
 
-    def capture(self, plan: Plan) -> dict[int, int]:
-        """After a launch: copies of the states that :meth:`follow` will want, by handle.
+    def keep(self, plan: Plan) -> None:
+        """After a step, before the next: copy the states that stand where they will be of use.
 
-        The step that follows may be launched, and change them, before this one is settled.
+        A step with drafts is left out: how many of its rows count is not known yet.
         """
-        captured = {}
-        columns = ("handle", "kind", "flags", "start", "rows", "slot")
-        for handle, kind, flags, start, rows, slot in zip(
+        columns = ("handle", "kind", "flags", "start", "rows", "num_drafts", "slot")
+        for handle, kind, flags, start, rows, num_drafts, slot in zip(
             *(plan.entries[name].tolist() for name in columns), strict=True
         ):
-            at_boundary = kind == EntryKind.STEP and (start + rows) % self._block_size == 0
-            if flags & EntryFlag.SNAPSHOT or at_boundary:
-                kept = self._states.keep(slot)
-                if kept is not None:
-                    captured[handle] = kept
-        return captured
-
-    def release(self, captured: dict[int, int] | None) -> None:
-        """Give back the slots of :meth:`capture`."""
-        while captured:
-            self._states.snapshots.give(captured.popitem()[1])
-
-    def follow(self, plan: Plan, captured: dict[int, int] | None = None) -> None:
-        """After a commit: keep the states that stand where they will be of use.
-
-        They are in ``captured``, or, without it, still in their requests' slots.
-        """
-        columns = ("handle", "kind", "flags", "reason", "dropped", "slot")
-        for handle, kind, flags, reason, dropped, slot in zip(
-            *(plan.entries[name].tolist() for name in columns), strict=True
-        ):
-            if reason or dropped:
-                continue
-            if captured is not None:
-                slot = captured.get(handle, -1)
-                if slot < 0:
-                    continue
-            length = self._scheduler.sequence(handle).seq_len
+            length = start + rows
             if flags & EntryFlag.SNAPSHOT:
-                self._offer(handle, slot, length)
+                kept = None if self._cache is None else self._states.keep(slot)
+                if kept is not None:
+                    self._offered[plan.step_id, handle] = Snapshot(kept, length)
                 self._keep_start(handle, slot, length)
-            elif kind == EntryKind.STEP and length % self._block_size == 0:
+            elif kind == EntryKind.STEP and not num_drafts and length % self._block_size == 0:
                 self._keep_boundary(handle, slot, length)
+
+    def follow(self, plan: Plan) -> None:
+        """After a commit: the prefix cache gets what was copied of rows that count."""
+        columns = ("handle", "start", "rows", "reason", "dropped")
+        for handle, start, rows, reason, dropped in zip(
+            *(plan.entries[name].tolist() for name in columns), strict=True
+        ):
+            offered = self._offered.pop((plan.step_id, handle), None)
+            if reason or dropped:
+                if offered is not None:
+                    self._states.snapshots.give(offered.slot)
+                continue
+            if offered is not None:
+                matched, exact, _ = self._scheduler.matched(handle)
+                tokens = self._scheduler.tokens(handle)
+                self._attach(tokens, offered, is_generated=exact < matched)
+            ring = self._rings.get(handle)
+            if ring is not None and ring.boundary is not None:
+                length = ring.boundary.length
+                if length == start + rows and len(ring.tokens) < length:  # it ran ahead of them
+                    ring.tokens = self._scheduler.tokens(handle)[:length]
 
     def fork(self, handle: int, twin: int) -> None:
         """Copy a request's state into its fork's slot, if that has one already."""
@@ -198,16 +203,12 @@ class Snapshots:
         boundary, ring.boundary = ring.boundary, None
         for snapshot in ring.snapshots:
             self._states.snapshots.give(snapshot.slot)
-        if boundary is not None:
+        if boundary is None:
+            return
+        if self._reuse_generated and len(ring.tokens) == boundary.length:
             self._attach(ring.tokens, boundary, is_generated=True)
-
-    def _offer(self, handle: int, slot: int, length: int) -> None:
-        """A snapshot of prompt tokens for the prefix cache."""
-        kept = None if self._cache is None else self._states.keep(slot)
-        if kept is not None:
-            matched, exact, _ = self._scheduler.matched(handle)
-            tokens = self._scheduler.tokens(handle)
-            self._attach(tokens, Snapshot(kept, length), is_generated=exact < matched)
+        else:
+            self._states.snapshots.give(boundary.slot)
 
     def _attach(self, tokens: NDArray[np.int32], snapshot: Snapshot, *, is_generated: bool) -> None:
         unused: int | None = snapshot.slot

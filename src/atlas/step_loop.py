@@ -34,6 +34,7 @@ from atlas.live_request import LiveRequest
 from atlas.metrics import Recorder
 from atlas.model.core import ModelCore
 from atlas.model.records import PADDED_BATCH_SIZES
+from atlas.model.recurrence import tail_unit
 from atlas.model.step_result import StepResult
 from atlas.request import Delta, TokenLogprob
 from atlas.sampler import Sampled, score_token
@@ -56,9 +57,6 @@ class Flight:
         None until it is launched, and for a plan that only moves blocks.
     error : BaseException, optional
         What broke the launch off.
-    captured : dict, optional
-        By handle, slots with the recurrent states that the step leaves, where a later step may
-        change them before this one is settled.
     drawn : frozenset of int
         Logits rows whose token the device chooses with a request's parameters.
     """
@@ -67,7 +65,6 @@ class Flight:
     lost: dict[int, AtlasError] | None = None
     result: StepResult | None = None
     error: BaseException | None = None
-    captured: dict[int, int] | None = None
     drawn: frozenset[int] = frozenset()
 
 
@@ -106,12 +103,13 @@ class StepLoop:
             cache=self.cache,
             depth=depth,
             slots=None if states is None else states.running,
-            tail_unit=0 if states is None else block_size,
+            chunk_unit=core.chunk_unit,
+            tail_unit=tail_unit(core) if states and states.snapshots.num_total else 0,
             compact_slots=False,  # kernels look slots up; a move would copy a state for nothing
             max_running=options.max_running,
             max_step_tokens=core.limits.max_rows,
             max_logits_rows=core.limits.logits_rows,
-            chunk_tokens=min(options.chunk_tokens, core.limits.max_rows),
+            chunk_tokens=min(max(options.chunk_tokens, core.chunk_unit), core.limits.max_rows),
             max_prefills=options.max_prefills,
             spill=options.preemption == "spill",
             reuse_generated=options.reuse_generated,
@@ -123,7 +121,13 @@ class StepLoop:
         self.snapshots: Snapshots | None = None
         if states is not None:
             states.snapshots.cache = self.cache
-            self.snapshots = Snapshots(states, self.scheduler, self.cache, block_size)
+            self.snapshots = Snapshots(
+                states,
+                self.scheduler,
+                self.cache,
+                block_size,
+                reuse_generated=options.reuse_generated,
+            )
         self.num_steps = 0
         self.last_step_s = 0.0
         self.last_step_end_s = 0.0  # of the process's clock
@@ -251,8 +255,8 @@ class StepLoop:
                 draws=draws,
                 before=before,
             )
-        if self.snapshots is not None and self.depth > 1:
-            flight.captured = self.snapshots.capture(plan)
+        if self.snapshots is not None:
+            self.snapshots.keep(plan)
 
     def _settle_oldest(self) -> None:
         """Choose, keep and give out the tokens of the oldest step under way."""
@@ -262,8 +266,6 @@ class StepLoop:
         finally:
             if self.scheduler.num_outstanding == len(self._flights):
                 self._give_up_step(flight, moved=flight.lost is not None)
-            if self.snapshots is not None:
-                self.snapshots.release(flight.captured)
             self._flights.popleft()
 
     def _carry_out(self, flight: Flight) -> None:
@@ -295,6 +297,8 @@ class StepLoop:
         if isinstance(error, AtlasError):
             ends = np.full(plan.num_seqs, FinishReason.ERROR, np.int32)
         self.scheduler.commit(plan.step_id, nothing, nothing, ends, now_us=_now_us())
+        if self.snapshots is not None:
+            self.snapshots.follow(plan)
         self._report_refused(plan)
         if isinstance(error, AtlasError):
             for handle in plan.entries["handle"].tolist():
@@ -309,8 +313,6 @@ class StepLoop:
         for later in list(self._flights)[1:]:
             undone += later.plan.entries["handle"].tolist()
             self._abandon(later.plan, error)
-            if self.snapshots is not None:
-                self.snapshots.release(later.captured)
         while len(self._flights) > 1:
             self._flights.pop()
         for handle in dict.fromkeys(undone):
@@ -327,6 +329,8 @@ class StepLoop:
         nothing = np.zeros(self._max_running, np.int32)
         ends = np.full(self._max_running, FinishReason.ERROR, np.int32)
         plan = self.scheduler.commit(flight.plan.step_id, nothing, nothing, ends, now_us=_now_us())
+        if self.snapshots is not None:
+            self.snapshots.follow(plan)
         self._report_refused(plan)
         for handle in plan.entries["handle"].tolist():
             self._end(handle, AtlasError("the step broke off while its tokens were kept"))
@@ -414,7 +418,7 @@ class StepLoop:
             forks += [(handle, request, generation) for generation in going[1:]]
         self.scheduler.commit(plan.step_id, tokens, None, ends, now_us=_now_us())
         if self.snapshots is not None:
-            self.snapshots.follow(plan, flight.captured)
+            self.snapshots.follow(plan)
         for handle, request, generation in forks:
             self._fork(handle, request, generation)
         for handle, end in zip(plan.entries["handle"].tolist(), ends.tolist(), strict=True):
@@ -596,8 +600,6 @@ class StepLoop:
             self.cancel(request, error)
         while self._flights:
             self._abandon(self._flights[0].plan, error)
-            if self.snapshots is not None:
-                self.snapshots.release(self._flights[0].captured)
             self._flights.popleft()
         self._forget_retired()
         self.scheduler.close()

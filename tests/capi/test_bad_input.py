@@ -415,24 +415,26 @@ def test_struct_sizes(two: tuple[Any, Any], model: Path) -> None:
         refused("INVALID_ARGUMENT", "struct_size", "engine_load", name, params, out)
         told = struct("engine_info", struct_size=size if size != 31 else 15)
         refused("INVALID_ARGUMENT", "struct_size", "engine_get_info", two[0], told)
-    large = ffi.new("char[128]")
+    large = ffi.new("char[192]")
     newer = ffi.cast("atlas_load_params *", large)
-    newer.struct_size = 128
+    newer.struct_size = 192
     large[100] = b"\x01"
     refused("INVALID_ARGUMENT", "newer atlas.h", "engine_load", name, newer, out)
     large[100] = b"\0"  # a newer caller that uses nothing new
     call("engine_load", name, newer, out)
     told = ffi.cast("atlas_engine_info *", large)
-    ffi.memmove(large, b"\xff" * 128, 128)
-    told.struct_size = 128
+    ffi.memmove(large, b"\xff" * 192, 192)
+    told.struct_size = 192
     call("engine_get_info", out[0], told)
     assert told.vocab_size > 0
-    assert bytes(ffi.buffer(large))[ffi.sizeof("atlas_engine_info") :] == bytes(24)
-    ffi.memmove(large, b"\xff" * 128, 128)
+    assert bytes(ffi.buffer(large))[ffi.sizeof("atlas_engine_info") :] == bytes(
+        192 - ffi.sizeof("atlas_engine_info")
+    )
+    ffi.memmove(large, b"\xff" * 192, 192)
     told.struct_size = 24  # an older caller
     call("engine_get_info", out[0], told)
     assert told.max_seq_len > 0
-    assert bytes(ffi.buffer(large))[24:] == b"\xff" * 104
+    assert bytes(ffi.buffer(large))[24:] == b"\xff" * 168
     call("engine_free", out[0])
 
 

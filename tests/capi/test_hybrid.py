@@ -10,7 +10,7 @@ import pytest
 
 from atlas import Engine
 from tests.capi import test_requests, test_saved, test_token_level
-from tests.capi.interface import CallError, call, ffi, ids, is_recurrent, lib, make
+from tests.capi.interface import CallError, call, ffi, ids, info, is_recurrent, lib, make
 from tests.engine.folders import write_model
 
 for _module in (test_requests, test_saved, test_token_level):
@@ -54,3 +54,13 @@ def test_a_dense_model_has_no_ring(tmp_path: Path) -> None:
             call(name, sequence, 0)
     call("sequence_free", sequence)
     call("engine_free", engine)
+
+
+def test_counters(loaded: Any, sequence: Any) -> None:
+    told = info("engine", loaded)
+    assert told.num_state_slots - told.num_free_state_slots == 1
+    assert (told.num_snapshots, told.num_free_snapshots) == (16, 16)
+    assert told.state_bytes > 0
+    call("sequence_prefill", sequence, ids([3, 4, 5]), 3, 2, ffi.NULL)
+    call("sequence_save_snapshot", sequence, 0)
+    assert info("engine", loaded).num_free_snapshots == 15

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from atlas import SamplingParams
 from atlas._native.plan import ActionKind, EntryKind
+from atlas.branch import require_running
 from tests.composition.harness import BLOCK_SIZE, MAX_TOKENS, PROMPT, Run
 
 
@@ -160,6 +161,8 @@ class Rewound(Feature):
     def during(self, run: Run) -> None:
         run.until(lambda: run.num_tokens(run.target) > 3)
         position = len(PROMPT) + 1
+        loop, target = run.engine._loop, run.engine._driver.find(run.target)
+        run.when_running(lambda: require_running(loop, target, "be rewound"))  # and not behind
         standing = run.when_running(lambda: run.engine.rewind(run.target, position))
         assert len(standing.token_ids) == 1
 

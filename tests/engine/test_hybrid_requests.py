@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from atlas import Engine, SamplingParams
+from atlas._native.plan import EntryKind
 from atlas.errors import SequenceStateError
+from tests.composition.harness import Recorder
 from tests.engine import test_fork_and_rewind, test_requests, test_sessions
 from tests.engine.conftest import num_taken
 from tests.engine.folders import write_hybrid
@@ -69,6 +73,22 @@ def test_a_rewound_request_goes_on_as_one_run_to_there(engine: Engine, position:
     assert done.samples == plain.samples
 
 
+def test_a_restored_request_runs_nothing_again(engine: Engine, tmp_path: Path) -> None:
+    plain = engine.generate(LONG, PARAMS)
+    name = engine.submit(LONG, PARAMS)
+    advance(engine, 30)
+    engine.save(name, tmp_path / "session")
+    engine.cancel(name)
+    run_out(engine)
+    with Recorder(engine) as recorder:
+        name = engine.restore(tmp_path / "session")
+        done = run_out(engine)[name]
+    assert done.samples == plain.samples
+    assert done.usage.restored_tokens == 70 + 29
+    assert recorder.num_rows(EntryKind.PROMPT) == 0
+    assert recorder.num_rows(EntryKind.STEP) == 60 - 30
+
+
 def test_a_rewind_without_a_snapshot_is_refused(folder: Path) -> None:
     with Engine(folder, threads=1, quiet=True, state_snapshots=0) as engine:
         plain = engine.generate(LONG, PARAMS)
@@ -93,3 +113,20 @@ def test_snapshots_of_a_way_back_go_when_others_need_them(folder: Path) -> None:
         engine.rewind(name, 82)
         run_out(engine)
         assert engine.metrics().snapshots_used == 0
+
+
+def test_close_lets_go_of_the_states(folder: Path) -> None:
+    engine = Engine(folder, threads=1, quiet=True)
+    engine.generate(LONG, PARAMS)
+    with engine.paused() as model:
+        seq = model.lifecycle.alloc_sequence()
+        model.forward.prefill(LONG, seq)
+    states = engine._loaded.core.states
+    assert states is not None
+    arrays = [weakref.ref(array) for array in (*states.pools.states, *states.pools.tails)]
+    del states, model
+    engine.close()
+    gc.collect()
+    assert [array() for array in arrays] == [None] * 4
+    assert seq.slot is not None
+    del seq

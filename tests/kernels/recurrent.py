@@ -200,7 +200,15 @@ class MambaLayer:
         work = [q, k, u, p, bench.empty((count, heads, 64), "f32")]
         addresses = [buffer.address for buffer in work]
         decay, skip, bias = self.constants
-        args = [*self.columns(), self.times.address, decay, bias, chunk_rows, *addresses]
+        args = [
+            *self.columns(),
+            self.times.address,
+            decay,
+            bias,
+            chunk_rows,
+            bench.put_ints([count]),
+            *addresses,
+        ]
         args += [heads, groups, 64, self.input.stride, self.times.stride]
         bench.run(f"mamba2_chunk_n{size}_bf16", (count, heads), [*args, *self.BOUNDS])
         cu_chunks = bench.put_ints(np.cumsum([0, *map(len, chunks)]))
@@ -234,7 +242,14 @@ def delta_chunks(
     p, logs = bench.empty((count, values, 64, 64), "bf16"), bench.empty((count, values, 64), "f32")
     work = [buffer.address for buffer in (q, k, w, u, p, logs)]
     chunk_rows = bench.put_ints(firsts)
-    args = [qkv.address, *layer.gate_addresses(), *layer.constants[2:], chunk_rows, *work]
+    args = [
+        qkv.address,
+        *layer.gate_addresses(),
+        *layer.constants[2:],
+        chunk_rows,
+        bench.put_ints([count]),
+        *work,
+    ]
     args += [keys, values, qkv.stride, layer.gates.stride]
     bench.run(f"gated_delta_chunk_d{dim}_{layer.type}", (count, values), args)
     cu_chunks = bench.put_ints(np.cumsum([0, *map(len, chunks)]))

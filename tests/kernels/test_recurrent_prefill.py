@@ -77,3 +77,33 @@ def test_mamba2_chunks_in_two_launches_have_the_bits_of_one(bench: Bench) -> Non
     layer.prefill([[1, 2], []], cut, "c16_s2")
     np.testing.assert_array_equal(bench.get(cut), bench.get(whole))
     np.testing.assert_array_equal(bench.get(layer.states), state)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "starts"),
+    [([5, 200, 0, 64, 63, 130], [0, 60, 7, 128, 1, 127]), ([128] * 40, [0] * 40)],
+)
+def test_plan(bench: Bench, lengths: list[int], starts: list[int]) -> None:
+    """Single rows to the next multiple of 64, whole chunks, single rows."""
+    cu_rows = 3 + np.cumsum([0, *lengths])
+    positions = np.zeros(cu_rows[-1], np.int32)
+    ranges, rows = [], []
+    for n, (length, start) in enumerate(zip(lengths, starts, strict=True)):
+        begin, end = cu_rows[n], cu_rows[n + 1]
+        positions[begin:end] = np.arange(start, start + length)
+        first = min(begin + -start % 64, end)
+        count = (end - first) // 64
+        ranges.append([begin, first, first + 64 * count, end])
+        rows.append([first + 64 * i for i in range(count)])
+    count = len(lengths)
+    written = [np.full((4, count), -1), np.full(count + 1, -1), np.full(sum(map(len, rows)), -1)]
+    addresses = [bench.put_ints(array) for array in written]
+    args = [bench.put_ints(cu_rows), bench.put_ints(positions), *addresses, count]
+    bench.run("recurrent_plan", (1, 1), args)
+    got = [
+        bench.memory.get(address, array.astype(np.int32))
+        for address, array in zip(addresses, written, strict=True)
+    ]
+    np.testing.assert_array_equal(got[0], np.transpose(ranges))
+    np.testing.assert_array_equal(got[1], np.cumsum([0, *map(len, rows)]))
+    np.testing.assert_array_equal(got[2], np.concatenate(rows))

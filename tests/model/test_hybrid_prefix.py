@@ -136,6 +136,20 @@ def test_a_call_that_lacks_blocks_replays_its_lookup(loaded: LoadedModel) -> Non
     core.states.snapshots.give(core.states.pools.counts.running + 2)
 
 
+def test_a_fork_of_a_recorded_lookup_starts_empty(loaded: LoadedModel) -> None:
+    model, core = loaded.model, loaded.core
+    leave(model, prefilled(model, TEXT[:50]))
+    expected = row_after(model, TEXT[:20])
+    taken = core.blocks.allocate(core.blocks.num_free)
+    seq = model.lifecycle.alloc_sequence()
+    with pytest.raises(KvExhausted):
+        model.forward.prefill(TEXT[:90], seq)
+    twin = model.lifecycle.fork(seq)
+    for block in taken:
+        core.blocks.release(block)
+    assert bits(model.forward.prefill(TEXT[:20], twin)) == expected
+
+
 def test_another_prompt_after_a_lookup_starts_empty(loaded: LoadedModel) -> None:
     model, core = loaded.model, loaded.core
     leave(model, prefilled(model, TEXT[:50]))

@@ -18,8 +18,10 @@ from atlas.errors import (
     StaleHandleError,
     WrongThreadError,
 )
+from atlas.layers.step import StepShape
 from atlas.model import Model, ModelSsmState
 from atlas.model.load import LoadedModel
+from atlas.model.records import PrefillSlice
 from atlas.model.sequence import SequenceState
 from tests.helpers.random_model import random_model
 from tests.model.checks import OTHER, PROMPT, bits, prefilled, row_after, unchanged
@@ -239,6 +241,18 @@ def test_rows_beyond_what_is_kept(model: Model, ssm: ModelSsmState) -> None:
     assert decoded(model, [5], seq) == [row_after(model, [*PROMPT, *[7] * CHECKPOINT_ROWS, 5])]
 
 
+def test_a_rollback_longer_than_a_step() -> None:
+    with random_model("delta", threads=2, max_step_tokens=3) as loaded:
+        model = loaded.model
+        assert model.ssm is not None
+        seq = prefilled(model, PROMPT)
+        model.ssm.checkpoint(seq)
+        decoded(model, OTHER, seq)
+        model.ssm.rollback(seq, 5)
+        model.lifecycle.rewind(seq, N + 5)
+        assert decoded(model, [5], seq) == [row_after(model, [*PROMPT, *OTHER[:5], 5])]
+
+
 @pytest.mark.contract(
     "ssm.start_checkpoint_async", "ssm.start_rollback_and_checkpoint_async", "ssm.sync_secondary"
 )
@@ -359,7 +373,7 @@ def test_a_rewind_forgets_what_was_kept_of_dropped_tokens(model: Model, ssm: Mod
 
 @pytest.mark.contract("ssm.rollback_ring_slots", "ssm.rollback_unsupported")
 def test_the_ring_is_bounded(model: Model, ssm: ModelSsmState) -> None:
-    assert not ssm.rollback_unsupported
+    assert ssm.rollback_unsupported is False
     assert ssm.rollback_ring_slots > 1
     seq = prefilled(model, PROMPT)
     for place in (-1, ssm.rollback_ring_slots):
@@ -423,6 +437,43 @@ def test_prefill_twophase_is_a_prefill(loaded: LoadedModel, chunk_size: int) -> 
 def test_prefill_tail_split(model: Model) -> None:
     splits = {n: model.forward.prefill_tail_split([5] * n) for n in (1, 16, 17, 32, 33, 150)}
     assert splits == {1: None, 16: None, 17: 16, 32: 16, 33: 32, 150: 144}
+
+
+def test_a_chunked_recurrence_splits_at_its_chunks(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a backend whose prefill runs in chunks of 64 positions."""
+    model, core = loaded.model, loaded.core
+    monkeypatch.setattr(core, "chunk_unit", 64)
+    prompt = [(31 * i) % 203 for i in range(150)]
+    assert model.forward.prefill_tail_split(prompt) == 128
+    assert model.forward.prefill_tail_split(prompt[:64]) is None
+    steps, run = [], core.runtime.run
+
+    def record(network: object, buffers: object, shape: StepShape) -> None:
+        steps.append(shape.rows)
+        run(network, buffers, shape)
+
+    monkeypatch.setattr(core.runtime, "run", record)
+    seq = prefilled(model, prompt)
+    assert steps == [64, 64, 22]
+    for end in (1, 63, 65, 127):
+        empty = model.lifecycle.alloc_sequence()
+        with (
+            unchanged(model, empty),
+            pytest.raises(
+                InvalidArgumentError,
+                match=r"multiples of 64, the recurrence's chunk, .* from 128 on",
+            ),
+        ):
+            model.forward.prefill_chunk(prompt, empty, 0, end, False)
+        piece = PrefillSlice(prompt, empty, 0, end, False)
+        with unchanged(model, empty), pytest.raises(InvalidArgumentError, match="multiples of 64"):
+            model.forward.prefill_batch_chunk([piece])
+    split = model.lifecycle.alloc_sequence()
+    for start, end in ((0, 64), (64, 128), (128, 131), (131, 150)):
+        model.forward.prefill_chunk(prompt, split, start, end - start, end == 150)
+    assert live_state(loaded, split) == live_state(loaded, seq)
 
 
 def test_a_step_that_fails_fails_its_sequences(

@@ -212,6 +212,16 @@ def linear() -> Iterator[Case]:
                 {"out": out},
                 1e-5,
             )
+    for n, format in enumerate(["f32", "f16", "bf16", "q8_0"]):
+        for rows in (1, 6):  # seven tiles: several side by side, and what is left
+            rng, out = _rng(8, 98, n, rows), _nan(rows, 107)
+            yield Case(
+                f"{format}-T{rows}-N107",
+                (_normal(rng, rows, 64), random_matrix(rng, format, 107, 64)),
+                {"out": out},
+                {"out": out},
+                1e-5,
+            )
     for rows in (130, 400):
         rng, out = _rng(8, 99, rows), _nan(rows, 48)
         yield Case(
@@ -483,6 +493,18 @@ def moe_experts() -> Iterator[Case]:
                 2e-5,
                 groups=6,
             )
+
+    for n, format in enumerate(["f32", "q8_0"]):  # experts of seven tiles, with a row, two or none
+        rng, out = _rng(15, 99, n), _nan(2, 3, 107)
+        ids = np.array([[4, 0, 5], [0, 2, 3]], np.int32)
+        yield Case(
+            f"{format}-N107",
+            (_normal(rng, 2, 1, 64), random_matrix(rng, format, 6 * 107, 64), ids),
+            {"out": out},
+            {"out": out},
+            1e-5,
+            groups=6,
+        )
 
 
 def _sequences(rng: np.random.Generator) -> tuple[int, int, np.ndarray, np.ndarray, np.ndarray]:

@@ -112,6 +112,13 @@ def engine_get_info(handle: Any, info: Any) -> None:
         values.max_logits_rows = core.limits.logits_rows
         values.weights_bytes = plan.weights
         values.kv_bytes = plan.kv_pool
+        values.state_bytes = plan.recurrent
+        if core.states is not None:
+            running, snapshots = core.states.running, core.states.snapshots
+            values.num_state_slots = running.num_total
+            values.num_free_state_slots = running.num_free
+            values.num_snapshots = snapshots.num_total
+            values.num_free_snapshots = snapshots.num_total - snapshots.num_used
     write_struct(values, info, size)
 
 

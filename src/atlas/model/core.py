@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from atlas.errors import (
 )
 from atlas.layers.network import Network, Replay
 from atlas.layers.step import StepBuffers, StepShape
-from atlas.model import room, two_phase
+from atlas.model import recurrence, room, two_phase
 from atlas.model.batch import Batch, RowKind, Window
 from atlas.model.lifetime import Lifetime
 from atlas.model.logits_view import LogitsArena, LogitsView
@@ -69,7 +68,7 @@ class ModelCore:
     network : Network
         With weights packed for ``runtime``.
     runtime : object
-        The backend's side: ``run``, ``ops``, ``close``.
+        The backend's side: ``run``, ``ops``, ``recurrence_chunk``, ``close``.
     pools : KvPools
     buffers : StepBuffers
     limits : Limits
@@ -98,6 +97,7 @@ class ModelCore:
         self.limits = limits
         self.states = states
         self.replay = replay
+        self.chunk_unit: int = 1 if states is None else runtime.recurrence_chunk
         self.blocks = BlockPool(pools.num_blocks)
         self.lifetime = Lifetime()
         self.lifetime.fault = runtime.fault
@@ -159,6 +159,8 @@ class ModelCore:
             self.lifetime.closed = True
             self.arena.drop()
             del self.network, self.pools, self.buffers
+            if self.states is not None:
+                del self.states.pools  # sequences that outlive the model hold only its slots
             self.states = self.replay = None
 
     # -- arguments ----------------------------------------------------------------------------
@@ -209,19 +211,6 @@ class ModelCore:
         if stream is not None and stream not in self.streams:
             raise StaleHandleError(f"stream {stream} was not made by this model")
 
-    def require_state(self, seq: SequenceState) -> None:
-        """Raise unless a sequence's recurrent state, if there is one, stands where it does."""
-        held = seq.held
-        if held is None:
-            return
-        if held.slot is None:
-            raise SequenceStateError("this sequence gave up its recurrent slot; free it")
-        if held.length != seq.seq_len and (seq.seq_len or seq.prefix is None):
-            raise SequenceStateError(
-                f"the recurrent state stands at {held.length}, the sequence at {seq.seq_len}; "
-                "rewind it there first"
-            )
-
     def window(
         self,
         tokens: TokenIds,
@@ -249,10 +238,11 @@ class ModelCore:
             raise InvalidArgumentError(
                 f"the window starts at {chunk_start}, the sequence stands at {seq.seq_len}"
             )
-        self.require_state(seq)
+        recurrence.require_state(seq)
         if not np.array_equal(seq.tokens, ids[:chunk_start]):
             raise InvalidArgumentError("the prompt differs from what the sequence holds already")
         self.require_length(end)
+        recurrence.require_split(self, end, len(ids))
         return ids[chunk_start:end]
 
     def decode_windows(self, tokens: TokenIds, seqs: Sequence[SequenceState]) -> list[Window]:
@@ -266,7 +256,7 @@ class ModelCore:
             seq.native.check()
             if not seq.seq_len:
                 raise SequenceStateError("decode needs a sequence with at least one position")
-            self.require_state(seq)
+            recurrence.require_state(seq)
             self.require_length(seq.seq_len + 1)
         return [Window(seq, ids[i : i + 1], "step", 1) for i, seq in enumerate(seqs)]
 
@@ -302,7 +292,7 @@ class ModelCore:
         inputs, rows = self.runtime.inputs(self.buffers), batch.num_rows
         step_seqs = batch.num_step_seqs
         steps = batch.rows[:step_seqs]
-        keeps = self._place_states(inputs, batch)
+        keeps = self.states is not None and recurrence.place(inputs, batch)
         shape = StepShape(
             rows,
             len(batch.seqs),
@@ -326,24 +316,6 @@ class ModelCore:
             inputs.slots[start : start + count] = table[block] * self.pools.block_size + offset
             start += int(count)
         self._run(inputs, shape)
-
-    def _place_states(self, inputs: Any, batch: Batch) -> bool:
-        """Where recurrent states are; True when rows behind a checkpoint keep their inputs."""
-        start, keeps = 0, False
-        if self.states is None:
-            return False
-        inputs.kept_rows[: batch.num_rows] = -1
-        for i, (seq, count) in enumerate(zip(batch.seqs, batch.rows.tolist(), strict=True)):
-            held = seq.held
-            assert held is not None
-            inputs.state_slots[i] = held.slot
-            if batch.kinds[i] == "step":
-                kept = held.rows_to_keep(seq.seq_len, count)
-                inputs.kept_rows[start : start + len(kept)] = kept
-                keeps |= len(kept) > 0
-            held.length = -1  # until the step is over
-            start += count
-        return keeps
 
     def run_long(self, ids: Ints, seq: SequenceState, piece_rows: int) -> None:
         """A whole prompt in one sweep, layer by layer; its last row's logits go to arena row 0."""
@@ -429,55 +401,6 @@ class ModelCore:
             seq.held.absorbed(seq.seq_len, is_step=kind == "step")
         if kind == "prompt":
             seq.native.prompt_len = seq.seq_len
-
-    def roll_back(self, seq: SequenceState, rows_kept: int) -> None:
-        """Make the state after ``rows_kept`` rows behind a sequence's checkpoint the live one.
-
-        The recurrent layers run again over the inputs that those rows left, in the same order.
-        A sequence for which this fails is marked failed.
-        """
-        held, buffers = seq.held, self.buffers
-        assert held is not None
-        assert held.checkpoint is not None
-        start = held.checkpoint.length
-        rows = held.kept_rows()[:rows_kept]
-        held.copy_from(held.checkpoint.slot, start)
-        if not len(rows):
-            return
-        buffers.state_slots[0] = held.slot
-        buffers.cu_rows[:2] = (0, len(rows))
-        buffers.positions[: len(rows)] = range(start, start + len(rows))
-        buffers.kept_rows[: len(rows)] = rows
-        shape = StepShape(len(rows), 1, 0, 0, len(rows), 1, keeps_inputs=True)
-        try:
-            self.runtime.run(self.replay, buffers, shape)
-        except BaseException:
-            seq.native.fail()
-            raise
-        held.length = start + len(rows)
-
-    def tail_split(self, num_tokens: int) -> int:
-        """Where the last chunk of a prompt should start, so that a snapshot is of use; 0: nowhere.
-
-        The block boundary before the last token: a longer prompt matches so far, and what a chat's
-        template put behind it does not come again.
-        """
-        size = self.pools.block_size
-        return 0 if self.states is None else (num_tokens - 1) // size * size
-
-    def pieces(self, start: int, end: int, split: int) -> list[tuple[int, int]]:
-        """Positions ``start`` … ``end`` − 1 in steps that fit, one of which ends at ``split``."""
-        edges = [start, split, end] if start < split < end else [start, end]
-        return [
-            (at, min(at + self.limits.piece_rows, last))
-            for first, last in pairwise(edges)
-            for at in range(first, last, self.limits.piece_rows)
-        ]
-
-    def keep_tail(self, seq: SequenceState) -> None:
-        """Remember a state that stands at a block's end, for the prefix cache."""
-        if self.prefix_cache is not None and seq.held is not None:
-            seq.held.keep_tail()
 
     def claim_decode(self, count: int) -> LogitsView:
         """The view of decode rows 0 … count − 1, which stay theirs until read."""

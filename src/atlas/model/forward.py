@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from atlas.errors import InvalidArgumentError
+from atlas.model import recurrence
 from atlas.model.batch import Window, build
 from atlas.model.capability import Unavailable
 from atlas.model.prefix import begin, matched_tokens
@@ -325,7 +326,7 @@ class DenseForward(ModelForward):
         ids = core.token_array(tokens, "prompt tokens")
         if core.states is None:
             return None
-        split = core.tail_split(len(ids))
+        split = recurrence.tail_split(core, len(ids))
         return split if split > matched_tokens(core, ids) else None
 
     def prefill_twophase(
@@ -386,10 +387,13 @@ class DenseForward(ModelForward):
             )
         window = begin(core, Window(seq, ids, "prompt", 0), read_cache=logits != "all")
         matched = chunk_len - len(window.token_ids)
-        tail = core.tail_split(len(tokens))
+        # Without a cache to give it to, a snapshot is not worth a step of its own.
+        tail = 0 if core.prefix_cache is None else recurrence.tail_split(core, len(tokens))
         with core.room([seq], [chunk_len]):
             # A long window runs in pieces: same bits, as any split.
-            for start, end in core.pieces(chunk_start + matched, chunk_start + chunk_len, tail):
+            for start, end in recurrence.pieces(
+                core, chunk_start + matched, chunk_start + chunk_len, tail
+            ):
                 start, end = start - chunk_start, end - chunk_start
                 piece = ids[start:end]
                 wanted = min(len(piece), max(0, num_logits - (chunk_len - end)))
@@ -397,7 +401,7 @@ class DenseForward(ModelForward):
                 core.run(build([Window(seq, piece, "prompt", wanted)], first))
                 core.commit(seq, piece, "prompt")
                 if chunk_start + end == tail:
-                    core.keep_tail(seq)
+                    recurrence.keep_tail(core, seq)
         return core.arena.claim(0, num_logits) if num_logits else None
 
     def decode(self, token: int, seq: SequenceState, *, stream: Stream | None = None) -> LogitsView:
@@ -496,8 +500,8 @@ class DenseForward(ModelForward):
             for window in windows:
                 core.commit(window.seq, window.token_ids, window.kind)
             for piece in slices:
-                if piece.seq.seq_len == core.tail_split(len(piece.prompt_tokens)):
-                    core.keep_tail(piece.seq)
+                if piece.seq.seq_len == recurrence.tail_split(core, len(piece.prompt_tokens)):
+                    recurrence.keep_tail(core, piece.seq)
         decode_view = core.claim_decode(num_decode) if num_decode else None
         views: list[LogitsView | None] = []
         at = first + num_decode

@@ -17,6 +17,7 @@ from atlas.cache.sequence_file import (
 )
 from atlas.cache.state_slots import HeldState
 from atlas.errors import InvalidArgumentError, SequenceStateError
+from atlas.model import recurrence
 from atlas.model.capability import Unavailable
 from atlas.model.prefix import cache_state, insert_blocks
 from atlas.model.records import PrefixReclaim
@@ -320,7 +321,7 @@ class DenseLifecycle(ModelLifecycle):
             raise InvalidArgumentError(
                 f"new_slot is {new_slot}; allowed: none, this model has no recurrent slots"
             )
-        core.require_state(seq)
+        recurrence.require_state(seq)
         running = core.states.running
         new_slot = whole_number("new_slot", new_slot, 0, running.num_total - 1)
         if running.owner(new_slot) != BY_HAND or new_slot == seq.slot:
@@ -340,7 +341,7 @@ class DenseLifecycle(ModelLifecycle):
         core.enter(seq)
         native = Sequence(core.blocks, core.pools.block_size)
         native.share(seq.native)
-        core.require_state(seq)
+        recurrence.require_state(seq)
         forked = replace(
             seq,
             native=native,
@@ -350,6 +351,8 @@ class DenseLifecycle(ModelLifecycle):
         )
         if not forked.seq_len:
             forked.forget_lookup()
+            if forked.held is not None:  # what the parent found for its prompt is not here
+                forked.held.zero()
         return forked
 
     def cache_sequence(self, seq: SequenceState) -> None:
@@ -416,7 +419,7 @@ class DenseLifecycle(ModelLifecycle):
             seq.num_exact,
             native.kv_valid_tokens,
         )
-        core.require_state(seq)
+        recurrence.require_state(seq)
         parts = core.pools.read(held)
         write_sequence(writer, header, native.tokens, parts, state=seq.read_state())
 

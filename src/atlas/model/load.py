@@ -39,6 +39,7 @@ _LOGITS_ROWS = 64
 _MAX_RUNNING = 32
 _MAX_PREFILLS = 16
 _STATE_SNAPSHOTS = 16
+_CHECKPOINTS = 8  # sequences driven by hand that may await an accept at a time
 # Far more threads than CPUs only wait for each other at every barrier.
 MAX_THREADS = max(64, 4 * len(os.sched_getaffinity(0)))
 
@@ -277,7 +278,7 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
     slots = SlotCounts(
         running=options.max_running + _MAX_PREFILLS,
         snapshots=options.state_snapshots,
-        checkpoints=options.max_running,
+        checkpoints=min(options.max_running, _CHECKPOINTS),
     )
     buffers = buffer_shapes(
         config, limits.max_rows, limits.max_seqs, -(-max_seq_len // BLOCK_SIZE), limits.logits_rows

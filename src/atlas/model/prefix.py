@@ -73,8 +73,9 @@ def insert_blocks(core: ModelCore, seq: SequenceState) -> None:
     """Give the prefix cache a sequence's whole blocks."""
     assert core.prefix_cache is not None
     native = seq.native
+    exact = seq.num_exact // core.chunk_unit * core.chunk_unit
     core.prefix_cache.insert(
-        native.tokens, native.block_table, native.kv_valid_tokens, seq.num_exact, prefix_seed(seq)
+        native.tokens, native.block_table, native.kv_valid_tokens, exact, prefix_seed(seq)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from atlas.errors import InvalidArgumentError, SequenceStateError
+from atlas.model import recurrence
 from atlas.model.prefix import cache_state, insert_blocks
 from atlas.whole_number import whole_number
 
@@ -157,7 +158,9 @@ class RecurrentState(ModelSsmState):
         checkpoint = _held(seq).checkpoint
         if checkpoint is None:
             raise SequenceStateError("this sequence has no checkpoint to roll back to")
-        core.roll_back(seq, whole_number("rows_kept", rows_kept, 0, checkpoint.num_kept))
+        recurrence.roll_back(
+            core, seq, whole_number("rows_kept", rows_kept, 0, checkpoint.num_kept)
+        )
 
     def start_checkpoint_async(self, seq: SequenceState) -> None:
         self.checkpoint(seq)
@@ -178,7 +181,7 @@ class RecurrentState(ModelSsmState):
             )
         rows_kept = whole_number("rows_kept", rows_kept, 0, k)
         if _held(seq).length != seq.seq_len - k + rows_kept:
-            core.roll_back(seq, rows_kept)
+            recurrence.roll_back(core, seq, rows_kept)
 
     def save_snapshot(self, seq: SequenceState, ring_slot: int) -> None:
         held = self._at_rest(seq)
@@ -220,7 +223,7 @@ class RecurrentState(ModelSsmState):
         """The state of a sequence that stands where its tokens end, with no verify pending."""
         self._core.enter(seq)
         seq.native.check()
-        self._core.require_state(seq)
+        recurrence.require_state(seq)
         return _held(seq)
 
 

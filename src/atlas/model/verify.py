@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from atlas.cache.recurrent import CHECKPOINT_ROWS
 from atlas.errors import InvalidArgumentError, SequenceStateError
+from atlas.model import recurrence
 from atlas.model.batch import Window, build
 from atlas.model.capability import Unavailable
 from atlas.whole_number import whole_number
@@ -193,7 +194,7 @@ class DenseVerify(ModelVerify):
         seq.native.check()
         if not seq.seq_len:
             raise SequenceStateError("verify needs a sequence with at least one position")
-        core.require_state(seq)
+        recurrence.require_state(seq)
         if logits not in ("all", "last", "none"):
             raise InvalidArgumentError(f"logits is {logits!r}; allowed: 'last', 'all', 'none'")
         k = len(ids)
@@ -240,6 +241,6 @@ class DenseVerify(ModelVerify):
         if held is None:
             return
         if held.length != seq.seq_len:
-            self._core.roll_back(seq, seq.seq_len - start)
+            recurrence.roll_back(self._core, seq, seq.seq_len - start)
         held.drop_checkpoint()
         held.cut(seq.seq_len)

@@ -39,6 +39,8 @@ class CpuRuntime:
         Every op's implementation by name; recorded lists call these.
     ops : namespace
         The vocabulary bound to a queue that runs at once.
+    recurrence_chunk : int
+        Positions at whose multiples a prompt with recurrent layers may be split; 1: anywhere.
     """
 
     name = "cpu"
@@ -52,6 +54,7 @@ class CpuRuntime:
     )
     samples = False  # tokens other than the greedy ones are the samplers' choice
     gains_by_feed = False  # a step runs in the thread that plans the next one
+    recurrence_chunk = 1
 
     def __init__(self, threads: int, on_compile: Callable[[str], None] | None = None) -> None:
         self.device = CpuDevice(threads, on_compile)

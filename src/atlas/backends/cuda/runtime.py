@@ -27,7 +27,7 @@ from atlas.backends.cuda.products import open_products
 from atlas.backends.cuda.readback import ReadBacks, StepReadBack
 from atlas.backends.cuda.sampling import Sampling
 from atlas.backends.cuda.teardown import OwnStream, RecordedStep, Teardown
-from atlas.errors import AtlasError
+from atlas.errors import AtlasError, CapabilityError
 from atlas.layers.network import Network
 from atlas.layers.step import INPUTS, StepBuffers, StepShape
 from atlas.model.records import PADDED_BATCH_SIZES
@@ -35,6 +35,7 @@ from atlas.ops.blocks import HostMatrix
 from atlas.ops.select import bind, implementations, takes_queue
 
 if TYPE_CHECKING:
+    from atlas.cache.recurrent import RecurrentPools, SlotCounts
     from atlas.config import ModelConfig
     from atlas.model.circuit import ForwardKind
     from atlas.model.step_result import StepResult
@@ -131,6 +132,14 @@ class CudaRuntime:
         """The KV pools, zeroed."""
         pools: CudaKvPools = self._own(CudaKvPools(self.device, config, num_blocks))
         return pools
+
+    def recurrent_pools(self, config: ModelConfig, counts: SlotCounts) -> RecurrentPools | None:
+        """The pools of recurrent state; None without recurrent layers."""
+        if config.recurrent_layers:
+            raise CapabilityError(
+                f"{config.architecture} has recurrent layers, which run on the device 'cpu' only"
+            )
+        return None
 
     def buffers(self, shapes: Shapes) -> StepBuffers:
         """A step's buffers, zeroed, with two pinned regions for its integers."""

@@ -1,8 +1,9 @@
 """Matrix products: activation quantisation, tiles of 16 outputs × 1 or 4 rows, and their loops.
 
-A tile function returns the sums of 16 outputs for one row or four. Within a row the order is the
-same in both (blocks or k ascending, one accumulator), so a row's bits do not depend on how many
-rows there are.
+A tile function returns the sums of 16 outputs for one row or four. As a sum waits for its last
+addition, several tiles go side by side: four of one row, two of four rows. Within a row the order
+is the same in all (blocks or k ascending, one accumulator), so a row's bits do not depend on how
+many rows there are.
 """
 
 # mypy: ignore-errors
@@ -49,6 +50,7 @@ ZERO, MAX_INT8 = _f(0.0), _f(127.0)
 # Tiles follow one another, so that a thread's weights are one run of memory; the hardware loses it
 # between the areas of a tile. 16 KiB ahead measured best (benchmarks/NOTES.md).
 PREFETCH_BYTES = 16384
+AHEAD = 4096  # for each of four tiles side by side
 
 
 @body("linear.quantize_rows")
@@ -123,7 +125,16 @@ def _quantised_tiles(unpack, finish, block_bytes):
             a3 = step(tile, nb, b, a3, w, x3, k)
         return a0, a1, a2, a3
 
-    return tile_1, tile_4
+    @device
+    def tiles_1(tile, tile_bytes, k, x):
+        a0, a1 = tile_1(tile, k, x), tile_1(tile + tile_bytes, k, x)
+        return a0, a1, tile_1(tile + 2 * tile_bytes, k, x), tile_1(tile + 3 * tile_bytes, k, x)
+
+    @device
+    def tiles_4(tile, tile_bytes, k, x, fetch):
+        return tile_4(tile, k, x, fetch), tile_4(tile + tile_bytes, k, x, fetch)
+
+    return tile_1, tile_4, tiles_1, tiles_4
 
 
 def _float_tiles(read, width):
@@ -149,7 +160,44 @@ def _float_tiles(read, width):
             a3 = fma(w, splat(load_f32(x3 + i * 4)), a3)
         return a0, a1, a2, a3
 
-    return tile_1, tile_4
+    @device
+    def tiles_1(tile, tile_bytes, k, x):
+        a0, a1, a2, a3 = zeros(), zeros(), zeros(), zeros()
+        for i in range(k):
+            at, value = tile + i * width, splat(load_f32(x + i * 4))
+            ahead = at + AHEAD
+            prefetch(ahead)
+            prefetch(ahead + tile_bytes)
+            prefetch(ahead + 2 * tile_bytes)
+            prefetch(ahead + 3 * tile_bytes)
+            a0 = fma(read(at), value, a0)
+            a1 = fma(read(at + tile_bytes), value, a1)
+            a2 = fma(read(at + 2 * tile_bytes), value, a2)
+            a3 = fma(read(at + 3 * tile_bytes), value, a3)
+        return a0, a1, a2, a3
+
+    @device
+    def tiles_4(tile, tile_bytes, k, x, fetch):
+        x0, x1, x2, x3 = x
+        a0, a1, a2, a3 = zeros(), zeros(), zeros(), zeros()
+        b0, b1, b2, b3 = zeros(), zeros(), zeros(), zeros()
+        for i in range(k):
+            at = tile + i * width
+            if fetch:
+                prefetch(at + AHEAD)
+                prefetch(at + tile_bytes + AHEAD)
+            v, w = read(at), read(at + tile_bytes)
+            value = splat(load_f32(x0 + i * 4))
+            a0, b0 = fma(v, value, a0), fma(w, value, b0)
+            value = splat(load_f32(x1 + i * 4))
+            a1, b1 = fma(v, value, a1), fma(w, value, b1)
+            value = splat(load_f32(x2 + i * 4))
+            a2, b2 = fma(v, value, a2), fma(w, value, b2)
+            value = splat(load_f32(x3 + i * 4))
+            a3, b3 = fma(v, value, a3), fma(w, value, b3)
+        return (a0, a1, a2, a3), (b0, b1, b2, b3)
+
+    return tile_1, tile_4, tiles_1, tiles_4
 
 
 TILES = {name: _quantised_tiles(*functions) for name, functions in FORMATS.items()}
@@ -191,29 +239,55 @@ def write_rows(target, stride, acc, rows, count, bias, accumulate):
         write(target + 3 * stride, acc[3], count, bias, accumulate)
 
 
-def _linear(tile_1, tile_4):
+def _linear(tile_1, tile_4, tiles_1, tiles_4):
+    @device
+    def write_tile(out, t, acc, num_outputs, bias, accumulate):
+        count, tile_bias = min(16, num_outputs - t * 16), bias + t * 64 if bias != 0 else 0
+        write(out + t * 64, acc, count, tile_bias, accumulate)
+
+    @device
+    def one_row(x, k, weight, tile_bytes, first, last, num_outputs, out, bias, accumulate):
+        whole = first + (last - first) // 4 * 4
+        for t in range(first, whole, 4):
+            a = tiles_1(weight + t * tile_bytes, tile_bytes, k, x)
+            write_tile(out, t, a[0], num_outputs, bias, accumulate)
+            write_tile(out, t + 1, a[1], num_outputs, bias, accumulate)
+            write_tile(out, t + 2, a[2], num_outputs, bias, accumulate)
+            write_tile(out, t + 3, a[3], num_outputs, bias, accumulate)
+        for t in range(whole, last):
+            acc = tile_1(weight + t * tile_bytes, k, x)
+            write_tile(out, t, acc, num_outputs, bias, accumulate)
+
+    @device
+    def write_tile_4(out, stride, t, acc, rows, num_outputs, bias, accumulate):
+        count, tile_bias = min(16, num_outputs - t * 16), bias + t * 64 if bias != 0 else 0
+        write_rows(out + t * 64, stride, acc, rows, count, tile_bias, accumulate)
+
     def linear(thread, num_threads, args):
         x, x_stride, num_rows, k = args[0], args[1], args[2], args[3]
         weight, tile_bytes, num_outputs = args[4], args[5], args[6]
         out, out_stride, bias, accumulate = args[7], args[8], args[9], args[10]
         rows_a_pass = args[11]
         num_tiles = (num_outputs + 15) // 16
-        first_tile = num_tiles * thread // num_threads
-        last_tile = num_tiles * (thread + 1) // num_threads
+        first, last = num_tiles * thread // num_threads, num_tiles * (thread + 1) // num_threads
+        if num_rows == 1:
+            one_row(x, k, weight, tile_bytes, first, last, num_outputs, out, bias, accumulate)
+            return
         for start in range(0, num_rows, rows_a_pass):
             stop = min(num_rows, start + rows_a_pass)
-            for t in range(first_tile, last_tile):
+            for t in range(first, last, 2):
                 tile = weight + t * tile_bytes
-                count = min(16, num_outputs - t * 16)
-                tile_bias = bias + t * 64 if bias != 0 else 0
-                if num_rows == 1:
-                    write(out + t * 64, tile_1(tile, k, x), count, tile_bias, accumulate)
-                    continue
                 for row in range(start, stop, 4):
                     # The first rows bring the next tiles' weights; the others find these cached.
-                    a = tile_4(tile, k, rows_from(x, x_stride, row, stop - 1), row == start)
-                    target = out + row * out_stride + t * 64
-                    write_rows(target, out_stride, a, stop - row, count, tile_bias, accumulate)
+                    fetch, target = row == start, out + row * out_stride
+                    rows, left = rows_from(x, x_stride, row, stop - 1), stop - row
+                    if t + 1 < last:
+                        a, b = tiles_4(tile, tile_bytes, k, rows, fetch)
+                        u = t + 1
+                        write_tile_4(target, out_stride, u, b, left, num_outputs, bias, accumulate)
+                    else:
+                        a = tile_4(tile, k, rows, fetch)
+                    write_tile_4(target, out_stride, t, a, left, num_outputs, bias, accumulate)
 
     return linear
 

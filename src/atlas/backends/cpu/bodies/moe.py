@@ -153,7 +153,7 @@ def group(thread, num_threads, args):
     store_i32(starts, 0)
 
 
-def _moe_linear(tile_1, tile_4):
+def _moe_linear(tile_1, tile_4, tiles_1, _):
     def moe_linear(thread, num_threads, args):
         x, x_stride, k, top_k, inputs_a_row = args[0], args[1], args[2], args[3], args[4]
         weight, tile_bytes, num_outputs, num_experts = args[5], args[6], args[7], args[8]
@@ -161,15 +161,27 @@ def _moe_linear(tile_1, tile_4):
         tiles_each = (num_outputs + 15) // 16
         # A pair's input row: its own, or the one its row's experts share.
         share = top_k if inputs_a_row == 1 else 1
-        for item in range(
-            num_experts * tiles_each * thread // num_threads,
-            num_experts * tiles_each * (thread + 1) // num_threads,
-        ):
+        item = num_experts * tiles_each * thread // num_threads
+        last = num_experts * tiles_each * (thread + 1) // num_threads
+        while item < last:
             e, t = item // tiles_each, item % tiles_each
             start, stop = load_i32(starts + e * 4), load_i32(starts + (e + 1) * 4)
             tile = weight + item * tile_bytes
             count = min(16, num_outputs - t * 16)
             target = out + t * 64
+            if start == stop:  # on to the next expert
+                item += tiles_each - t
+                continue
+            if stop - start == 1 and t + 4 <= tiles_each and item + 4 <= last:
+                p0 = load_i32(order + start * 4)
+                a = tiles_1(tile, tile_bytes, k, x + p0 // share * x_stride)
+                target += p0 * num_outputs * 4
+                write(target, a[0], 16, 0, 0)
+                write(target + 64, a[1], 16, 0, 0)
+                write(target + 128, a[2], 16, 0, 0)
+                write(target + 192, a[3], min(16, num_outputs - (t + 3) * 16), 0, 0)
+                item += 4
+                continue
             for i in range(start, stop, 4):
                 p0 = load_i32(order + i * 4)
                 if stop - start == 1:
@@ -195,6 +207,7 @@ def _moe_linear(tile_1, tile_4):
                 write(target + p1 * num_outputs * 4, a[1], count, 0, 0)
                 write(target + p2 * num_outputs * 4, a[2], count, 0, 0)
                 write(target + p3 * num_outputs * 4, a[3], count, 0, 0)
+            item += 1
 
     return moe_linear
 
