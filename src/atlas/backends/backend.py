@@ -41,6 +41,10 @@ class Backend(Protocol):
     kv_dtypes: tuple[str, ...]
     dtypes: tuple[str, ...]
 
+    def require_support(self, config: ModelConfig) -> None:
+        """Raise CapabilityError where no kernel takes the model's shapes; which, in words."""
+        ...
+
     def matrix_format(self, format: str, cols: int, groups: int) -> str:
         """What a stacked matrix of a file's format is kept as."""
         ...

@@ -249,6 +249,8 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
     ------
     InvalidArgumentError
         ``max_seq_len`` exceeds the model's own.
+    CapabilityError
+        The backend cannot run such a model, whatever the options.
     """
     config = checkpoint.config
     if options.max_seq_len is not None and options.max_seq_len > config.max_seq_len:
@@ -256,6 +258,7 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
             f"max_seq_len is {options.max_seq_len}; allowed: up to the model's {config.max_seq_len}"
         )
     backend = options.backend()
+    backend.require_support(config)
     max_seq_len = options.max_seq_len or min(config.max_seq_len, _DEFAULT_SEQ_LEN)
     stored = checkpoint.weight_formats()
     kv_dtype: str = options.kv_dtype

@@ -29,6 +29,9 @@ class CpuBackend:
     def __init__(self, threads: int) -> None:
         self.threads = threads
 
+    def require_support(self, config: ModelConfig) -> None:
+        """Every model runs here."""
+
     def matrix_format(self, format: str, cols: int, groups: int) -> str:
         return packed_format(format)
 

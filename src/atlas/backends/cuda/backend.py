@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from atlas_kernels.attention_plan import STEP_DIMS
+
 from atlas.backends.backend import Shapes
 from atlas.backends.cuda.buffers import buffer_bytes
+from atlas.backends.cuda.check import require
 from atlas.backends.cuda.device import CudaDevice
 from atlas.backends.cuda.loading import Loader
 from atlas.backends.cuda.memory import aligned
@@ -50,6 +53,13 @@ class CudaBackend:
     def __init__(self, stream: object = None) -> None:
         self._stream = stream
         self._device: CudaDevice | None = None
+
+    def require_support(self, config: ModelConfig) -> None:
+        sizes = ", ".join(map(str, STEP_DIMS))
+        require(config.head_dim in STEP_DIMS, "head_dim", config.head_dim, sizes)
+        if config.moe is not None:
+            activation = config.activation
+            require(activation == "silu", "the experts' activation", activation, "silu")
 
     def matrix_format(self, format: str, cols: int, groups: int) -> str:
         return layout([_Stored(format, groups, cols)], groups).format
