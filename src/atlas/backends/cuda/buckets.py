@@ -21,8 +21,8 @@ def bucket(shape: StepShape, max_rows: int, max_seqs: int, max_logits: int) -> S
     """The shape under which a step runs.
 
     Steps that only decode get a batch rung and the most rows that a sequence has; their logits rows
-    are padded too. Where prompts run, the step rows in front stay as they are, and rows and
-    sequences are padded behind the prompts'.
+    are padded too. Where prompts run as well, step rows and step sequences are padded between those
+    and the prompts', and rows and sequences behind the prompts'.
 
     Parameters
     ----------
@@ -33,12 +33,7 @@ def bucket(shape: StepShape, max_rows: int, max_seqs: int, max_logits: int) -> S
     if shape.rows == shape.step_rows:
         padded = _decode_bucket(shape)
     else:
-        prompts = shape.seqs - shape.step_seqs
-        padded = replace(
-            shape,
-            rows=padded_rows(shape.rows),
-            seqs=shape.step_seqs + _next_power(prompts),
-        )
+        padded = _mixed_bucket(shape)
     fits = padded.rows <= max_rows and padded.seqs <= max_seqs
     return padded if fits and padded.first_logits + padded.logits <= max_logits else shape
 
@@ -50,6 +45,22 @@ def _decode_bucket(shape: StepShape) -> StepShape:
     if shape.first_logits == 0 and logits:
         logits = rows if logits > seqs else max(logits, min(rows, seqs))
     return replace(shape, rows=rows, seqs=seqs, logits=logits, step_rows=rows, step_seqs=seqs)
+
+
+def _mixed_bucket(shape: StepShape) -> StepShape:
+    step_seqs = _next_power(shape.step_seqs) if shape.step_seqs else 0
+    step_rows = step_seqs * shape.max_step_rows
+    logits = shape.logits
+    if shape.first_logits == 0 and logits and step_seqs:
+        logits = _next_power(logits)
+    return replace(
+        shape,
+        rows=padded_rows(step_rows + shape.rows - shape.step_rows),
+        seqs=step_seqs + _next_power(shape.seqs - shape.step_seqs),
+        logits=logits,
+        step_rows=step_rows,
+        step_seqs=step_seqs,
+    )
 
 
 def padded_rows(rows: int) -> int:

@@ -25,6 +25,17 @@ PADDING_SLOT = -1
 """Nothing is stored for a padding row."""
 
 
+_ROWS = {"token_ids": PADDING_TOKEN, "positions": 0, "slots": PADDING_SLOT}
+_SEQUENCES = ("block_tables",)
+
+
+def _move(array: Ints, first: int, end: int, distance: int, value: int) -> None:
+    """Move entries ``first`` … ``end - 1`` back by ``distance``, and fill where they were."""
+    if distance:
+        array[first + distance : end + distance] = array[first:end].copy()
+        array[first : first + distance] = value
+
+
 def fed(source_rows: Ints) -> Ints:
     """Token ids that stand for "what the step before chose for this logits row"."""
     return np.asarray(-2 - source_rows, np.int32)
@@ -82,13 +93,26 @@ class InputRegion:
         )
 
     def pad(self, shape: StepShape, padded: StepShape) -> None:
-        """Fill what the padded shape has more: rows of nobody, empty sequences, logits of row 0."""
+        """Fill what the padded shape has more: rows of nobody, empty sequences, logits of row 0.
+
+        Prompts' rows and sequences move behind the padding of the steps'.
+        """
         arrays = self.arrays
-        rows = slice(shape.rows, padded.rows)
-        arrays.token_ids[rows] = PADDING_TOKEN
-        arrays.positions[rows] = 0
-        arrays.slots[rows] = PADDING_SLOT
-        arrays.cu_rows[shape.seqs + 1 : padded.seqs + 1] = shape.rows
+        more_rows = padded.step_rows - shape.step_rows
+        more_seqs = padded.step_seqs - shape.step_seqs
+        if shape.rows > shape.step_rows:
+            for name, value in _ROWS.items():
+                _move(getattr(arrays, name), shape.step_rows, shape.rows, more_rows, value)
+            for name in _SEQUENCES:
+                _move(getattr(arrays, name), shape.step_seqs, shape.seqs, more_seqs, 0)
+            wanted = arrays.logits_rows[: shape.logits]
+            wanted[wanted >= shape.step_rows] += more_rows
+            end = shape.rows + more_rows
+        else:
+            end = shape.rows
+        for name, value in _ROWS.items():
+            getattr(arrays, name)[end : padded.rows] = value
+        arrays.cu_rows[shape.step_seqs + 1 : padded.seqs + 1] = shape.step_rows
         prompts = shape.seqs - shape.step_seqs
         last = shape.rows - shape.step_rows
         arrays.prompt_cu_rows[prompts + 1 : padded.seqs - padded.step_seqs + 1] = last
