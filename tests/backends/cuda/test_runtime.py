@@ -121,6 +121,32 @@ def test_rows_do_not_depend_on_the_batch_or_the_bucket(on_cuda: LoadedModel) -> 
     )
 
 
+def test_mixed_steps_run_under_few_shapes(on_cuda: LoadedModel) -> None:
+    """However many sequences decode beside a prompt; their rows have the bits of decoding alone."""
+    loaded, model = on_cuda, on_cuda.model
+    alone = rows_of(loaded, steps=1)
+    shapes = set()
+    for others in (4, 5):
+        seqs = [model.lifecycle.alloc_sequence() for _ in range(others)]
+        for i, seq in enumerate(seqs):
+            model.forward.prefill((PROMPT + i) % 203, seq, logits="none")
+        first, prompt = model.lifecycle.alloc_sequence(), model.lifecycle.alloc_sequence()
+        model.forward.prefill(PROMPT, first)
+        before = set(loaded.core.runtime._recorded)
+        result = model.forward.mixed_forward(
+            [*range(1, others + 1), TOKENS[0]],
+            [*seqs, first],
+            PrefillSlice(PROMPT, prompt, 0, len(PROMPT), True),
+        )
+        shapes |= set(loaded.core.runtime._recorded) - before
+        rows = model.logits.to_host(result.decode_logits)
+        np.testing.assert_array_equal(rows[others], alone[1])
+        np.testing.assert_array_equal(model.logits.to_host(result.prefill_logits)[0], alone[0])
+        for seq in (*seqs, first, prompt):
+            model.lifecycle.free_sequence(seq)
+    assert len(shapes) == 1, shapes
+
+
 def test_a_verify_is_serial_decoding(on_cuda: LoadedModel) -> None:
     loaded = on_cuda
     model = loaded.model
@@ -188,7 +214,8 @@ def test_a_model_that_needs_an_op_which_is_not_offered_is_refused_by_name(
     import atlas.backends.cuda
     from atlas.ops.select import implementations
 
-    monkeypatch.setattr(atlas.backends.cuda, "NOT_OFFERED", frozenset({"softcap"}))
+    lacking = atlas.backends.cuda.NOT_OFFERED | {"softcap"}
+    monkeypatch.setattr(atlas.backends.cuda, "NOT_OFFERED", lacking)
     functions = implementations("cuda")
     with pytest.raises(CapabilityError, match="op softcap is not offered on cuda"):
         functions["softcap"](None, 1, 2)

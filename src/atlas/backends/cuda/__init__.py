@@ -12,5 +12,19 @@ library. Files named like those of ``atlas.ops`` compute launches; the others ar
 
 from __future__ import annotations
 
-NOT_OFFERED: frozenset[str] = frozenset()
+NOT_OFFERED: frozenset[str] = frozenset(
+    {
+        "causal_conv_prefill",
+        "causal_conv_step",
+        "gated_delta_prefill",
+        "gated_delta_step",
+        "gated_rmsnorm",
+        "mamba2_prefill",
+        "mamba2_step",
+        "relu_squared",
+        "scatter_rows",
+        "sigmoid_gate",
+        "zero",
+    }
+)
 """Ops without a kernel here; a model that needs one is refused by name when it is loaded."""

@@ -55,6 +55,8 @@ class CudaBackend:
         self._device: CudaDevice | None = None
 
     def require_support(self, config: ModelConfig) -> None:
+        kinds = ", ".join(sorted(set(config.layer_kinds)))
+        require(not config.recurrent_layers, "the layers' kinds", kinds, "attention")
         sizes = ", ".join(map(str, STEP_DIMS))
         require(config.head_dim in STEP_DIMS, "head_dim", config.head_dim, sizes)
         if config.moe is not None:

@@ -30,10 +30,7 @@ def bucket(shape: StepShape, max_rows: int, max_seqs: int, max_logits: int) -> S
     max_rows, max_seqs, max_logits : int
         Room in the buffers; a shape that does not fit padded runs as it is.
     """
-    if shape.rows == shape.step_rows:
-        padded = _decode_bucket(shape)
-    else:
-        padded = _mixed_bucket(shape)
+    padded = _decode_bucket(shape) if shape.rows == shape.step_rows else _mixed_bucket(shape)
     fits = padded.rows <= max_rows and padded.seqs <= max_seqs
     return padded if fits and padded.first_logits + padded.logits <= max_logits else shape
 
