@@ -5,7 +5,7 @@
 The launches of one decode step are recorded as the engine records them; graphs of subsets of them
 are replayed back to back. What a kind of kernel costs in the step is the difference to the whole,
 which is less than its time alone where the next kernel's weights are on their way meanwhile. For
-each ``--short-k`` the step is recorded anew with that ``gemm_step_plan.SHORT_K``.
+each of ``--output-tiles`` the step is recorded anew with that ``gemm_step_plan.OUTPUT_FORM``.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def microseconds(runtime: Any, recording: Recording, count: int = 30) -> float:
     return statistics.median(times[1:])
 
 
-def report(engine: Engine, batch: int, short_ks: list[int]) -> None:
+def report(engine: Engine, batch: int, forms: list[str]) -> None:
     """Run a batch, so that tables and lengths are real, then take its step apart."""
     prompt = list(range(20, 148))
     engine.generate([prompt] * batch, SamplingParams(max_tokens=8, ignore_eos=True))
     core: Any = engine._loaded.core
-    for short_k in short_ks:
-        gemm_step_plan.SHORT_K = short_k
-        take_apart(core, batch, f"batch {batch}, SHORT_K {short_k}")
+    for form in forms:
+        gemm_step_plan.OUTPUT_FORM = form
+        take_apart(core, batch, f"batch {batch}, output tiles {form}")
 
 
 def take_apart(core: Any, batch: int, label: str) -> None:
@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shapes", nargs="+", choices=sorted(SHAPES))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--short-k", type=int, nargs="+", default=[gemm_step_plan.SHORT_K])
+    parser.add_argument("--output-tiles", nargs="+", default=[gemm_step_plan.OUTPUT_FORM])
     args = parser.parse_args()
     print(ceilings())
     for name in args.shapes:
@@ -110,7 +110,7 @@ def main() -> None:
             checkpoint, "cuda", max_running=max(args.batches), kv_tokens=65536, max_seq_len=1024
         ) as engine:
             for batch in args.batches:
-                report(engine, batch, args.short_k)
+                report(engine, batch, args.output_tiles)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ def _ask_weights(tile: StepTile) -> Any:
 def _begin(tile: StepTile) -> Any:
     """By one thread: make the barriers, and ask for the first stages of weights."""
     stages, stage_bytes, k_block = tile.stages, tile.stage_bytes, tile.k_block
+    early = tile.early_stages
     barriers, consumer_warps = tile.barrier_offset, tile.columns // 16
     ask_weights = _ask_weights(tile)
 
@@ -89,7 +90,7 @@ def _begin(tile: StepTile) -> Any:
             barrier_init(full + 8 * i, 1)
             barrier_init(full + 8 * (stages + i), consumer_warps)
         barrier_init_fence()
-        for i in range(min(i32(stages), steps)):  # constants: no need to wait
+        for i in range(min(i32(early), steps)):  # constants: no need to wait
             at, at_k = base + i * stage_bytes, k0 + i * k_block
             ask_weights(map_w, at, full + 8 * i, at_k, column, num_columns)
 
@@ -99,6 +100,7 @@ def _begin(tile: StepTile) -> Any:
 def _produce(tile: StepTile) -> Any:
     """By the same thread: ask for all rows, and for the other stages of weights."""
     stages, stage_bytes, k_block = tile.stages, tile.stage_bytes, tile.k_block
+    early = tile.early_stages
     barriers, boxes = tile.barrier_offset, tile.k_block // BOX_K
     offset, box_bytes = tile.rows_offset, tile.rows * BOX_K * 2
     ask_weights = _ask_weights(tile)
@@ -111,6 +113,7 @@ def _produce(tile: StepTile) -> Any:
             at_k = i32(k0 + i * k_block)
             if i >= stages:
                 barrier_wait(ready + 8 * stages, parity)
+            if i >= early:
                 ask_weights(map_w, at, ready, at_k, column, num_columns)
             for b in range(boxes):
                 target = at + offset + b * box_bytes

@@ -15,6 +15,8 @@ BOX_K = 64
 """Elements of K in a box of the tensor maps: 128 bytes, the width of the swizzle."""
 SHORT_K = 4096
 """Columns of a matrix whose ``narrow`` tile may be ``short``."""
+OUTPUT_FORM = "short"
+"""The family of tiles that takes their place."""
 RANGE_STEP = 128
 """A range of K is a multiple of this, so that every tile's ``k_block`` divides it."""
 
@@ -37,6 +39,8 @@ class StepTile:
         The matrix holds gate rows, then as many up rows; the tile takes ``columns / 2`` of each.
     overlap : bool
         A stage's products run while the next stage is waited for.
+    early : int
+        Stages of weights asked for before the kernels in front have ended; 0 means all.
     """
 
     rows: int
@@ -46,6 +50,12 @@ class StepTile:
     k_splits: int
     gated: bool = False
     overlap: bool = False
+    early: int = 0
+
+    @property
+    def early_stages(self) -> int:
+        """Stages of weights asked for before the wait."""
+        return self.early or self.stages
 
     @property
     def box_rows(self) -> int:
@@ -159,11 +169,21 @@ class MmaTile:
 # short is narrow with fewer stages: a thread block of attention_step fits beside it on an SM.
 TILES: dict[str, StepTile] = {
     f"{form}_{rows}": StepTile(
-        rows, columns, k_block, stages, k_splits, form == "gated", form == "narrow" and rows >= 64
+        rows,
+        columns,
+        k_block,
+        stages,
+        k_splits,
+        form == "gated",
+        form == "narrow" and rows >= 64,
+        int(form[5:]) if form.startswith("early") else 0,
     )
     for form, k_splits, by_rows in (
         ("narrow", 2, ((64, 128, 12), (64, 128, 11), (64, 128, 9), (64, 128, 7), (64, 64, 9))),
         ("short", 2, ((64, 128, 8), (64, 128, 7), (64, 128, 6))),
+        ("early1", 2, ((64, 128, 12),)),
+        ("early3", 2, ((64, 128, 12),)),
+        ("early6", 2, ((64, 128, 12),)),
         ("medium", 2, ((64, 128, 6), (64, 64, 11), (128, 64, 11), (128, 64, 9), (128, 64, 7))),
         ("wide", 1, ((128, 64, 4), (64, 64, 7), (64, 128, 4), (128, 128, 4), (128, 64, 7))),
         ("gated", 1, ((64, 64, 8), (64, 64, 7), (64, 64, 6), (64, 64, 4), (192, 64, 5))),
@@ -235,5 +255,5 @@ def shortened(variant: str, k: int) -> str:
     Such a matrix mostly is attention's output product. Its thread blocks ask for weights while
     attention still runs, so they must not wait for the SMs that attention is on.
     """
-    short = variant.replace("narrow", "short")
+    short = variant.replace("narrow", OUTPUT_FORM)
     return short if k <= SHORT_K and short in TILES else variant
