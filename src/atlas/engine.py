@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from atlas.backends.backend import choose_device
+from atlas.backends.backend import DeviceName, choose_device, other_device
 from atlas.backends.cpu.sampling import CompiledWeights
 from atlas.branch import fork, rewind
 from atlas.description import describe, html_table
@@ -116,29 +116,37 @@ class Engine:
         if quiet not in (None, True, False):
             raise InvalidArgumentError(f"quiet is {quiet!r}; allowed: True, False, None")
         chosen, self.device_reason = choose_device(device, dtype=dtype, kv_dtype=kv_dtype)
-        if chosen == "cuda":  # small chunks would leave most of a GPU idle
-            scheduling = {"chunk_tokens": _CUDA_CHUNK_TOKENS} | scheduling
-        schedule = SchedulingOptions.from_mapping(scheduling)
-        options = LoadOptions(
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            threads=len(os.sched_getaffinity(0)) if threads is None else threads,
-            max_seq_len=max_seq_len,
-            kv_tokens=kv_tokens,
-            quantize=quantize,
-            max_step_tokens=max(512, schedule.max_running + schedule.chunk_tokens),
-            max_running=schedule.max_running,
-            device=chosen,
-            stream=stream,
-            state_snapshots=schedule.state_snapshots,
-        )
-        _log.info("device %s: %s", chosen, self.device_reason)
+
+        def sized(device: DeviceName) -> tuple[SchedulingOptions, LoadOptions]:
+            given = scheduling
+            if device == "cuda":  # small chunks would leave most of a GPU idle
+                given = {"chunk_tokens": _CUDA_CHUNK_TOKENS} | scheduling
+            schedule = SchedulingOptions.from_mapping(given)
+            return schedule, LoadOptions(
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                threads=len(os.sched_getaffinity(0)) if threads is None else threads,
+                max_seq_len=max_seq_len,
+                kv_tokens=kv_tokens,
+                quantize=quantize,
+                max_step_tokens=max(512, schedule.max_running + schedule.chunk_tokens),
+                max_running=schedule.max_running,
+                device=device,
+                stream=stream,
+                state_snapshots=schedule.state_snapshots,
+            )
+
+        schedule, options = sized(chosen)
         started = time.perf_counter()
         location = locate(model)
         with (
             open_checkpoint(location) as checkpoint,
             LoadProgress(checkpoint, quiet, on_progress) as progress,
         ):
+            if reason := other_device(device, chosen, checkpoint.config):
+                self.device_reason = reason
+                schedule, options = sized("cpu")
+            _log.info("device %s: %s", options.device, self.device_reason)
             if memory_limit is not None:
                 options = within_limit(checkpoint, options, memory_limit)
             self.path = checkpoint.path

@@ -117,16 +117,14 @@ class NetworkBuilder:
         norms = [self._vector(f"mtp.{name}_norm") for name in ("embedding", "hidden")]
         inputs = self._projection(["mtp.in_proj"], None)
         blocks: list[Block] = []
-        heads, dim = config.num_kv_heads, config.head_dim
-        dtype = self.pools.keys[0].dtype if self.pools.keys else np.dtype(np.float32)
+        nothing = np.empty((0, config.num_kv_heads, config.head_dim, BLOCK_SIZE), np.float32)
+        pools = (nothing, nothing.swapaxes(2, 3))
+        if self.pools.keys:
+            pools = (self.pools.keys[0][:0], self.pools.values[0][:0])
         for i in range(len(config.mtp_kinds)):
             prefix = f"mtp.layers.{i}."
             for kind in config.mtp_blocks(i):
                 if kind == "attention":
-                    pools = (
-                        np.empty((0, heads, dim, BLOCK_SIZE), dtype),
-                        np.empty((0, heads, BLOCK_SIZE, dim), dtype),
-                    )
                     block: Block = self._attention(config, prefix, tables[False], None, pools)
                 elif kind == "moe":
                     block = self._moe(config, prefix)

@@ -65,6 +65,14 @@ class Backend(Protocol):
         """Bytes of one block over all layers."""
         ...
 
+    def recurrent_bytes(self, config: ModelConfig, counts: SlotCounts) -> int:
+        """Bytes of the pools of recurrent state."""
+        ...
+
+    def refusal(self, config: ModelConfig) -> str:
+        """Why no kernel here takes a model's layers; empty where they do."""
+        ...
+
     def buffer_bytes(self, shapes: Shapes) -> int:
         """Bytes of a step's buffers and of whatever else a model takes."""
         ...
@@ -159,6 +167,14 @@ def choose_device(
 
     found = find_gpu()
     return ("cuda", found.words) if found.usable else ("cpu", found.words)
+
+
+def other_device(device: str, chosen: DeviceName, config: ModelConfig) -> str:
+    """Why a model must not run where ``auto`` chose; empty where it may, or where it was named."""
+    if device != "auto" or chosen == "cpu" or os.environ.get("ATLAS_DEVICE"):
+        return ""
+    reason = backend_named(chosen).refusal(config)
+    return f"the GPU does not take the model: {reason}" if reason else ""
 
 
 def backend_named(device: str, *, threads: int = 1, stream: object = None) -> Backend:

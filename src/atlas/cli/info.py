@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ _BLOCK_LEN = {"b8_32": 32, "b8_16": 16}
 @click.pass_context
 def info(context: click.Context, /, model: str, **_: Any) -> None:
     """Describe MODEL: architecture, shapes, weight formats, and the memory a load takes."""
-    from atlas.backends.backend import choose_device
+    from atlas.backends.backend import choose_device, other_device
     from atlas.cli.table import print_rows
     from atlas.model.load import LoadOptions, plan_load
     from atlas.weights.checkpoint import open_checkpoint
@@ -37,10 +38,13 @@ def info(context: click.Context, /, model: str, **_: Any) -> None:
 
     loading = {"threads": len(os.sched_getaffinity(0))} | given(context, LOADING_NAMES)
     named = {name: loading[name] for name in ("dtype", "kv_dtype") if name in loading}
-    loading["device"], reason = choose_device(loading.get("device", "auto"), **named)
+    device = loading.get("device", "auto")
+    loading["device"], reason = choose_device(device, **named)
     options = LoadOptions(**loading)
     location = locate(model)
     with open_checkpoint(location) as checkpoint:
+        if refused := other_device(device, options.device, checkpoint.config):
+            options, reason = replace(options, device="cpu"), refused
         plan = plan_load(checkpoint, options)
         print_rows(
             [

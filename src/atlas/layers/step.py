@@ -73,8 +73,9 @@ class StepBuffers:
     qkv : float32 [T, (H + 2·HK)·K]
         With H·K more columns where attention has an output gate.
     attended : float32 [T, H·K]
-    mixed, convolved, recurred : float32 [T, M], [T, C], [T, V]
-        A recurrent layer's projected inputs, its convolution's output, and its own.
+    mixed, convolved, recurred, gated : float32 [T, M], [T, C], [T, V], [T, V]
+        A recurrent layer's projected inputs, its convolution's output, its own, and that after the
+        gated norm.
     gate_up, activated : float32 [T, 2F], [T, F]
         As wide as the widest dense MLP or shared expert.
     router, expert_weights : float32 [T, E], [T, X]
@@ -108,6 +109,7 @@ class StepBuffers:
     mixed: Array
     convolved: Array
     recurred: Array
+    gated: Array
     gate_up: Array
     activated: Array
     router: Array
@@ -195,6 +197,7 @@ def buffer_shapes(
         "mixed": (max_rows, max((sizes.input_size for sizes in mixers), default=0)),
         "convolved": (max_rows, max((sizes.conv_size for sizes in mixers), default=0)),
         "recurred": (max_rows, max((sizes.output_size for sizes in mixers), default=0)),
+        "gated": (max_rows, max((sizes.output_size for sizes in mixers), default=0)),
         "gate_up": (max_rows, gated * dense),
         "activated": (max_rows, dense),
         "router": (max_rows, experts),

@@ -13,10 +13,10 @@ from atlas.architectures.decoder import NetworkBuilder, Quantize
 from atlas.architectures.weight_names import expected_weights, is_array, is_sensitive
 from atlas.backends.backend import Backend, DeviceName, backend_named
 from atlas.cache.kv import BLOCK_SIZE
-from atlas.cache.recurrent import SlotCounts, recurrent_bytes
+from atlas.cache.recurrent import SlotCounts
 from atlas.cache.state_slots import StateSlots
 from atlas.config import ModelConfig
-from atlas.errors import InvalidArgumentError
+from atlas.errors import CapabilityError, InvalidArgumentError
 from atlas.layers.step import StepShape, buffer_shapes
 from atlas.model import Model
 from atlas.model.circuit import DenseCircuit
@@ -179,8 +179,10 @@ def load_model(
     CapabilityError
         The device cannot be used; why, in words.
     """
-    plan = plan_load(checkpoint, options)
     backend = options.backend()
+    if reason := backend.refusal(checkpoint.config):
+        raise CapabilityError(f"device {options.device!r}: {reason}; device 'cpu' takes the model")
+    plan = plan_load(checkpoint, options)
     weights = _weights(checkpoint, options, backend)
     try:
         plan.memory.require_room(backend.free_memory(), held=weights.nbytes)
@@ -295,7 +297,7 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
         weights=weights + _rope_bytes(config, max_seq_len, backend),
         kv_pool=num_blocks * backend.kv_block_bytes(config, kv_dtype),
         buffers=backend.buffer_bytes(buffers),
-        recurrent=recurrent_bytes(config, slots),
+        recurrent=backend.recurrent_bytes(config, slots),
     )
     return LoadPlan(limits, num_blocks, slots, kv_dtype, formats, buffers, memory)
 

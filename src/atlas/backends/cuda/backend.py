@@ -11,11 +11,14 @@ from atlas.backends.cuda.buffers import buffer_bytes
 from atlas.backends.cuda.device import CudaDevice
 from atlas.backends.cuda.loading import Loader
 from atlas.backends.cuda.memory import aligned
+from atlas.backends.cuda.offers import refusal
 from atlas.backends.cuda.pack import MatrixLayout, layout
 from atlas.backends.cuda.pools import pool_bytes
+from atlas.backends.cuda.recurrent_pools import recurrent_pool_bytes
 from atlas.backends.cuda.runtime import SCRATCH_BYTES, ZEROED_BYTES, CudaRuntime
 
 if TYPE_CHECKING:
+    from atlas.cache.recurrent import SlotCounts
     from atlas.config import ModelConfig
 
 RESERVE_BYTES = 512 << 20
@@ -68,6 +71,12 @@ class CudaBackend:
 
     def kv_block_bytes(self, config: ModelConfig, kv_dtype: str) -> int:
         return pool_bytes(config, 1)
+
+    def recurrent_bytes(self, config: ModelConfig, counts: SlotCounts) -> int:
+        return recurrent_pool_bytes(config, counts)
+
+    def refusal(self, config: ModelConfig) -> str:
+        return refusal(config)
 
     def buffer_bytes(self, shapes: Shapes) -> int:
         workspace = aligned(SCRATCH_BYTES) + aligned(ZEROED_BYTES)

@@ -22,7 +22,7 @@ _ALIGNMENT = 64
 PADDING_TOKEN = -1
 """The embedding of a padding row is zeros."""
 PADDING_SLOT = -1
-"""Nothing is stored for a padding row."""
+"""Nothing is stored for a padding row, and a padding sequence has no state."""
 
 
 def fed(source_rows: Ints) -> Ints:
@@ -88,6 +88,8 @@ class InputRegion:
         arrays.token_ids[rows] = PADDING_TOKEN
         arrays.positions[rows] = 0
         arrays.slots[rows] = PADDING_SLOT
+        arrays.kept_rows[shape.step_rows : padded.step_rows] = PADDING_SLOT
+        arrays.state_slots[shape.seqs : padded.seqs] = PADDING_SLOT
         arrays.cu_rows[shape.seqs + 1 : padded.seqs + 1] = shape.rows
         prompts = shape.seqs - shape.step_seqs
         last = shape.rows - shape.step_rows

@@ -17,7 +17,7 @@ from atlas.errors import ShapeError
 _CLUSTERED = (9, 0)  # the decode kernels' copies need it
 _MOST_EXPERTS, _MOST_CHOICES = 1024, 31
 _COMBINE_COLUMNS = 1024
-_EPSILON = 0.0
+_EPSILON = 1e-20
 _TILE_ENTRY_BYTES = 16
 
 
@@ -25,6 +25,11 @@ def moe_route(
     queue: Queue,
     scores: DeviceArray,
     normalize: bool,
+    scoring: str = "softmax",
+    bias: DeviceArray | None = None,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
     *,
     ids: DeviceArray,
     weights: DeviceArray,
@@ -34,8 +39,13 @@ def moe_route(
     _require_contiguous(ids=ids, weights=weights)
     require(sizes["E"] <= _MOST_EXPERTS, "experts", sizes["E"], f"up to {_MOST_EXPERTS}")
     require(sizes["X"] <= _MOST_CHOICES, "experts a row", sizes["X"], f"up to {_MOST_CHOICES}")
-    args: Args = (scores, 0, 0, 0, ids, weights, sizes["E"], sizes["X"], sizes["X"])
-    args += (0, int(normalize), _EPSILON, 1.0, scores.strides[0], 0)
+    if bias is not None:
+        match("float32", f"{sizes['E']}", bias)
+        require(scoring == "sigmoid", "the scoring beside a selection bias", scoring, "sigmoid")
+    require(top_groups == num_groups, "groups of experts", f"{top_groups} of {num_groups}", "all")
+    args: Args = (scores, 0 if bias is None else bias, 0, 0, ids, weights)
+    args += (sizes["E"], sizes["X"], sizes["X"], int(scoring == "sigmoid"), int(normalize))
+    args += (_EPSILON, scale, scores.strides[0], 0)
     queue.launch("moe_route", (sizes["T"], 1), args)
 
 

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from atlas.backends.cuda.array import DeviceArray
-from atlas.backends.cuda.check import activation_type, match, require_contiguous_rows, row_suffix
+from atlas.backends.cuda.check import (
+    activation_type,
+    match,
+    require,
+    require_contiguous_rows,
+    row_suffix,
+)
 from atlas.backends.cuda.launch import Queue
 from atlas.errors import ShapeError
 
@@ -11,7 +17,14 @@ HEADS_PER_BLOCK = 4
 WIDTH = 2
 
 
-def rope(queue: Queue, x: DeviceArray, positions: DeviceArray, table: DeviceArray) -> None:
+def rope(
+    queue: Queue,
+    x: DeviceArray,
+    positions: DeviceArray,
+    table: DeviceArray,
+    sections: tuple[int, int, int] | None = None,
+) -> None:
+    require(sections is None, "rope's sections of several axes", sections, "None: one axis")
     rows, heads, dim = x.shape
     match("int32", f"{rows}", positions)
     half = match("float32", "P 2 R", table)["R"]
