@@ -45,9 +45,9 @@ def sigmoid_gate(queue: Queue, x: DeviceArray, gate: DeviceArray, *, out: Device
     dim = sizes["D"]
     if sizes["G"] not in (1, dim):
         raise ShapeError(f"gate has {sizes['G']} columns; allowed: 1 or {dim}")
-    name, vectors = (
-        ("sigmoid_gate", (x, gate, out)) if sizes["G"] == dim else ("row_gate", (x, out))
-    )
+    name, vectors = "row_gate", [x, out]
+    if sizes["G"] == dim > 1:
+        name, vectors = "sigmoid_gate", [x, gate, out]
     type, suffix = activation_type(x, gate, out), row_suffix(dim, _WIDTH, *vectors)
     args = (x, gate, out, dim, x.strides[0], gate.strides[0], out.strides[0])
     queue.launch(f"{name}_{type}{suffix}", _grid(sizes["T"], dim, suffix), args)

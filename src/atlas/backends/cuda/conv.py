@@ -41,11 +41,8 @@ def causal_conv_step(
     args: Args = (x, weight, 0 if bias is None else bias, slots, *ranges(cu_rows), tails, out)
     if taps == TAPS:
         suffix = row_suffix(channels, _WIDTH, *vectors)
-        name, width, args = (
-            f"causal_conv_{type}{suffix}",
-            1 if suffix else _WIDTH,
-            (*args, channels),
-        )
+        name, width = f"causal_conv_{type}{suffix}", 1 if suffix else _WIDTH
+        args = (*args, channels)
     else:
         name, width, args = f"causal_conv_any_{type}", 1, (*args, channels, taps)
     # Any one sequence may have all rows; tiles behind its last leave at once.

@@ -140,9 +140,7 @@ def gated_delta_mixer_step(
     check_pool("tails", tails)
     check_rows(qkv=qkv, gate=gate, out=out)
     if not is_aligned(2 * qkv.itemsize, qkv, gate, out):
-        raise ShapeError(
-            f"qkv {qkv}, gate {gate} and out {out}; allowed: rows at pairs of elements"
-        )
+        raise ShapeError(f"qkv {qkv}, gate {gate}, out {out}; allowed: rows at pairs of elements")
     counters = queue.scratch(4 * sizes.seqs * sizes.key_heads, zeroed=True)
     args: Args = (qkv, gate, a, b, conv_weight, norm_weight, decay_log, dt_bias, slots, slots)
     args += (*ranges(cu_rows), states, tails, counters, out, sizes.key_heads, values)
