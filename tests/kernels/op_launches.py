@@ -43,6 +43,7 @@ _FLOAT32 = {
     "mamba2_prefill": {"x", "b", "c", "decay_log", "d", "dt_bias", "states", "out"},
     "moe_experts": {"weights"},
 }  # fmt: skip
+_WITHOUT_GAPS = {"weights", "weight", "conv_weight"}
 _OLDER = {
     "q_norm", "k_norm", "rope_table", "slots", "block_tables", "cu_rows", "positions", "k_pool",
     "v_pool",
@@ -117,7 +118,7 @@ class OnDevice:
         is_rows = type != "int32" and not name.endswith("pool") and stored.ndim > 1
         item = ITEM_BYTES[type]
         columns = stored[0].size if is_rows else 0
-        is_padded = is_rows and stored.ndim == 2 and name != "weights"
+        is_padded = is_rows and stored.ndim == 2 and name not in _WITHOUT_GAPS
         pad = -columns % (16 // item) if is_padded else 0
         if pad:
             wide = np.zeros((len(stored), columns + pad), stored.dtype)

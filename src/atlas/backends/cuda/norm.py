@@ -23,6 +23,8 @@ def gated_rmsnorm(
     *,
     out: DeviceArray,
 ) -> None:
+    if x.ndim != 2:
+        raise ShapeError(f"x is {x}; allowed: groups that lie side by side in rows [T, D]")
     sizes = match_dims("T D", x, "T D", gate, "T D", out, "W", weight)
     match("float32", "T D", x, "W", weight)
     groups, rest = divmod(sizes["D"], group_size)
