@@ -66,6 +66,7 @@ class NetworkBuilder:
     runtime: Runtime
     weights: PackedWeights
     max_seq_len: int
+    joins_shared: bool = False
     widen: bool = False
     quantize: Quantize | None = None
     on_progress: Callable[[int], None] | None = None
@@ -257,7 +258,9 @@ class NetworkBuilder:
         moe = config.moe
         shared = latent = None
         norm = self._vector(prefix + "mlp_norm")
-        router = self._projection([prefix + "router"], None)
+        joins = self.joins_shared
+        routers = [prefix + "router", *([prefix + "shared.router"] if joins else [])]
+        router = self._projection(routers, None)
         bias = self._vector(prefix + "router_bias") if moe.selection_bias else None
         gate_up = self._packed(self._widening(config, prefix + "experts."), moe.num_experts)
         down = self._packed([prefix + "experts.down_proj"], moe.num_experts)
@@ -266,8 +269,9 @@ class NetworkBuilder:
                 gate_up=self._projection(self._widening(config, prefix + "shared."), None),
                 down=self._projection([prefix + "shared.down_proj"], None),
                 router=self._projection([prefix + "shared.router"], None)
-                if moe.shared_gate
+                if moe.shared_gate and not joins
                 else None,
+                joins=joins,
             )
         if moe.latent_size:
             latent = Latent(

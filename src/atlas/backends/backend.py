@@ -69,6 +69,10 @@ class Backend(Protocol):
         """Bytes of the pools of recurrent state."""
         ...
 
+    def joins_shared_expert(self, config: ModelConfig, formats: Mapping[str, str]) -> bool:
+        """Whether a shared expert runs as one of a row's choices; ``formats`` are in memory."""
+        ...
+
     def refusal(self, config: ModelConfig) -> str:
         """Why no kernel here takes a model's layers; empty where they do."""
         ...

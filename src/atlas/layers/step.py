@@ -167,9 +167,18 @@ _INTEGERS = (*INPUTS, "expert_ids")
 
 
 def buffer_shapes(
-    config: ModelConfig, max_rows: int, max_seqs: int, max_blocks: int, logits_rows: int
+    config: ModelConfig,
+    max_rows: int,
+    max_seqs: int,
+    max_blocks: int,
+    logits_rows: int,
+    *,
+    joins_shared: bool = False,
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of each buffer for steps of up to ``max_rows`` rows; every element is 4 bytes."""
+    """The shape of each buffer for steps of up to ``max_rows`` rows; every element is 4 bytes.
+
+    ``joins_shared``: the shared expert is one more choice of every row.
+    """
     heads = config.num_heads * config.head_dim
     gate = heads if config.attention_gate else 0
     mixers = [config.recurrent(i) for i in config.recurrent_layers]
@@ -177,6 +186,7 @@ def buffer_shapes(
     experts, top_k, inner, latent = (
         (moe.num_experts, moe.top_k, moe.intermediate_size, moe.latent_size) if moe else (0,) * 4
     )
+    choices, scores = top_k + joins_shared, experts + joins_shared
     dense = max(config.intermediate_size, moe.shared_size if moe else 0)
     gated = 2 if config.has_mlp_gate else 0
     return {
@@ -200,12 +210,12 @@ def buffer_shapes(
         "gated": (max_rows, max((sizes.output_size for sizes in mixers), default=0)),
         "gate_up": (max_rows, gated * dense),
         "activated": (max_rows, dense),
-        "router": (max_rows, experts),
-        "expert_weights": (max_rows, top_k),
-        "expert_ids": (max_rows, top_k),
-        "expert_gate_up": (max_rows, top_k, gated * inner),
-        "expert_activated": (max_rows, top_k, inner),
-        "expert_out": (max_rows, top_k, latent or config.hidden_size),
+        "router": (max_rows, scores),
+        "expert_weights": (max_rows, choices),
+        "expert_ids": (max_rows, choices),
+        "expert_gate_up": (max_rows, choices, gated * inner),
+        "expert_activated": (max_rows, choices, inner),
+        "expert_out": (max_rows, choices, latent or config.hidden_size),
         "shared_gate": (max_rows, 1 if moe and moe.shared_gate else 0),
         "latent": (max_rows, latent),
         "latent_sum": (max_rows, latent),

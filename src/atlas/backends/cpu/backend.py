@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,9 @@ class CpuBackend:
 
     def recurrent_bytes(self, config: ModelConfig, counts: SlotCounts) -> int:
         return recurrent_bytes(config, counts)
+
+    def joins_shared_expert(self, config: ModelConfig, formats: Mapping[str, str]) -> bool:
+        return False
 
     def refusal(self, config: ModelConfig) -> str:
         return ""

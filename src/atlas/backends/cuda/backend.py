@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from atlas.backends.cuda.buffers import buffer_bytes
 from atlas.backends.cuda.device import CudaDevice
 from atlas.backends.cuda.loading import Loader
 from atlas.backends.cuda.memory import aligned
-from atlas.backends.cuda.offers import refusal
+from atlas.backends.cuda.offers import joins_shared_expert, refusal
 from atlas.backends.cuda.pack import MatrixLayout, layout
 from atlas.backends.cuda.pools import pool_bytes
 from atlas.backends.cuda.recurrent_pools import recurrent_pool_bytes
@@ -74,6 +74,9 @@ class CudaBackend:
 
     def recurrent_bytes(self, config: ModelConfig, counts: SlotCounts) -> int:
         return recurrent_pool_bytes(config, counts)
+
+    def joins_shared_expert(self, config: ModelConfig, formats: Mapping[str, str]) -> bool:
+        return joins_shared_expert(config, formats)
 
     def refusal(self, config: ModelConfig) -> str:
         return refusal(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,6 +20,16 @@ WIDTH, INNER_WIDTH = 128, 64
 def refusal(config: ModelConfig) -> str:
     """Why a model's layers do not run here, in words; empty where they do."""
     return "; ".join(_reasons(config))
+
+
+def joins_shared_expert(config: ModelConfig, formats: Mapping[str, str]) -> bool:
+    """Whether the shared expert has a gate and the shape of the others: it may be one of them."""
+    moe = config.moe
+    if moe is None or moe.shared_size != moe.intermediate_size:
+        return False
+    if not moe.shared_gate or moe.latent_size or moe.num_experts % 4:
+        return False
+    return {format for name, format in formats.items() if ".shared." in name} == {"bf16"}
 
 
 def _reasons(config: ModelConfig) -> Iterator[str]:
