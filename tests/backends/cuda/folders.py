@@ -37,6 +37,15 @@ _SHAPES = {
         "shared_expert_intermediate_size": 64,
         "mtp_num_hidden_layers": 1,
     },
+    "qwen3_5_moe_apart": _DELTA
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 128,
+    },
     "bamba": {
         "architectures": ["BambaForCausalLM"],
         "model_type": "bamba",

@@ -156,6 +156,18 @@ def test_a_whole_prompt_in_two_phases_is_a_prefill(cuda: str, folder: Path) -> N
 
 def test_logits_are_near_the_cpu_s(cuda: str, folder: Path) -> None:
     """Weights, activations and KV in bfloat16 against float32, prompt and 8 steps."""
+    assert distance_from_cpu(folder) < 0.03
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe_apart"])
+def test_dense_layers_and_wide_shared_experts_are_near_the_cpu_s(
+    cuda: str, tmp_path: Path, family: str
+) -> None:
+    assert distance_from_cpu(write_cuda_hybrid(tmp_path / "model", family)) < 0.03
+
+
+def distance_from_cpu(folder: Path) -> float:
+    """‖logits on the GPU − on the CPU‖ / ‖…‖ of a prompt's last row and 8 steps."""
     found = []
     for device in ("cpu", "cuda"):
         options = {"kv_tokens": 1024, "max_seq_len": 256, "quiet": True, "prefix_cache": False}
@@ -166,8 +178,14 @@ def test_logits_are_near_the_cpu_s(cuda: str, folder: Path) -> None:
                 rows.append(model.forward.decode(token, seq).numpy()[0].copy())
             model.lifecycle.free_sequence(seq)
             found.append(np.array(rows))
-    error = np.linalg.norm(found[1] - found[0]) / np.linalg.norm(found[0])
-    assert error < 0.03, error
+    return float(np.linalg.norm(found[1] - found[0]) / np.linalg.norm(found[0]))
+
+
+def test_the_head_that_predicts_further_is_kept(gpu: HostGpu, tmp_path: Path) -> None:
+    with open_engine(write_cuda_hybrid(tmp_path / "model", "qwen3_5_moe")) as engine:
+        head = engine._loaded.core.network.mtp
+        assert head is not None
+        assert head.inputs.rows == 128
 
 
 def test_auto_takes_the_cpu_where_no_kernel_takes_the_heads(gpu: HostGpu, tmp_path: Path) -> None:
