@@ -16,20 +16,26 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from atlas.backends.backend import DeviceName, choose_device, other_device
+from atlas.backends.backend import DeviceName, choose_device
 from atlas.backends.cpu.sampling import CompiledWeights
 from atlas.branch import fork, rewind
 from atlas.description import describe, html_table
 from atlas.display import LoadProgress
 from atlas.driver import Driver
-from atlas.errors import ClosedError, InvalidArgumentError, KvExhausted, StaleHandleError
+from atlas.errors import (
+    CapabilityError,
+    ClosedError,
+    InvalidArgumentError,
+    KvExhausted,
+    StaleHandleError,
+)
 from atlas.event import Event
 from atlas.health import Health, check_health
 from atlas.intake import Intake, Messages, Prompt, is_single
 from atlas.live_request import LiveRequest
 from atlas.memory_limit import within_limit
 from atlas.metrics import Metrics, openmetrics
-from atlas.model.load import LoadOptions, load_model
+from atlas.model.load import LoadOptions, load_model, plan_load
 from atlas.model.memory import return_freed_memory
 from atlas.model.sequence import SequenceState
 from atlas.request import Completion, Delta
@@ -115,13 +121,11 @@ class Engine:
             raise InvalidArgumentError(f"model is {model!r}; allowed: a name or a path")
         if quiet not in (None, True, False):
             raise InvalidArgumentError(f"quiet is {quiet!r}; allowed: True, False, None")
-        chosen, self.device_reason = choose_device(device, dtype=dtype, kv_dtype=kv_dtype)
 
-        def sized(device: DeviceName) -> tuple[SchedulingOptions, LoadOptions]:
-            given = scheduling
-            if device == "cuda":  # small chunks would leave most of a GPU idle
-                given = {"chunk_tokens": _CUDA_CHUNK_TOKENS} | scheduling
-            schedule = SchedulingOptions.from_mapping(given)
+        def options_on(chosen: DeviceName) -> tuple[SchedulingOptions, LoadOptions]:
+            # Small chunks would leave most of a GPU idle.
+            chunks = {"chunk_tokens": _CUDA_CHUNK_TOKENS} if chosen == "cuda" else {}
+            schedule = SchedulingOptions.from_mapping(chunks | scheduling)
             return schedule, LoadOptions(
                 dtype=dtype,
                 kv_dtype=kv_dtype,
@@ -131,21 +135,25 @@ class Engine:
                 quantize=quantize,
                 max_step_tokens=max(512, schedule.max_running + schedule.chunk_tokens),
                 max_running=schedule.max_running,
-                device=device,
+                device=chosen,
                 stream=stream,
                 state_snapshots=schedule.state_snapshots,
             )
 
-        schedule, options = sized(chosen)
+        chosen, self.device_reason = choose_device(device, dtype=dtype, kv_dtype=kv_dtype)
+        schedule, options = options_on(chosen)
         started = time.perf_counter()
         location = locate(model)
         with (
             open_checkpoint(location) as checkpoint,
             LoadProgress(checkpoint, quiet, on_progress) as progress,
         ):
-            if reason := other_device(device, chosen, checkpoint.config):
-                self.device_reason = reason
-                schedule, options = sized("cpu")
+            if device == "auto" and chosen == "cuda":
+                try:
+                    plan_load(checkpoint, options)
+                except CapabilityError as error:
+                    self.device_reason = f"the GPU cannot run this model: {error}"
+                    schedule, options = options_on("cpu")
             _log.info("device %s: %s", options.device, self.device_reason)
             if memory_limit is not None:
                 options = within_limit(checkpoint, options, memory_limit)

@@ -494,18 +494,6 @@ def moe_experts() -> Iterator[Case]:
                 groups=6,
             )
 
-    for n, format in enumerate(["f32", "q8_0"]):  # experts of seven tiles, with a row, two or none
-        rng, out = _rng(15, 99, n), _nan(2, 3, 107)
-        ids = np.array([[4, 0, 5], [0, 2, 3]], np.int32)
-        yield Case(
-            f"{format}-N107",
-            (_normal(rng, 2, 1, 64), random_matrix(rng, format, 6 * 107, 64), ids),
-            {"out": out},
-            {"out": out},
-            1e-5,
-            groups=6,
-        )
-
 
 def _sequences(
     rng: np.random.Generator, *, is_long: bool = False

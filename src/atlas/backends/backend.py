@@ -41,6 +41,10 @@ class Backend(Protocol):
     kv_dtypes: tuple[str, ...]
     dtypes: tuple[str, ...]
 
+    def require_support(self, config: ModelConfig) -> None:
+        """Raise CapabilityError where no kernel takes the model's shapes; which, in words."""
+        ...
+
     def matrix_format(self, format: str, cols: int, groups: int) -> str:
         """What a stacked matrix of a file's format is kept as."""
         ...
@@ -71,10 +75,6 @@ class Backend(Protocol):
 
     def joins_shared_expert(self, config: ModelConfig, formats: Mapping[str, str]) -> bool:
         """Whether a shared expert runs as one of a row's choices; ``formats`` are in memory."""
-        ...
-
-    def refusal(self, config: ModelConfig) -> str:
-        """Why no kernel here takes a model's layers; empty where they do."""
         ...
 
     def buffer_bytes(self, shapes: Shapes) -> int:
@@ -174,14 +174,6 @@ def choose_device(
 
     found = find_gpu()
     return ("cuda", found.words) if found.usable else ("cpu", found.words)
-
-
-def other_device(device: str, chosen: DeviceName, config: ModelConfig) -> str:
-    """Why a model must not run where ``auto`` chose; empty where it may, or where it was named."""
-    if device != "auto" or chosen == "cpu" or os.environ.get("ATLAS_DEVICE"):
-        return ""
-    reason = backend_named(chosen).refusal(config)
-    return f"the GPU does not take the model: {reason}" if reason else ""
 
 
 def backend_named(device: str, *, threads: int = 1, stream: object = None) -> Backend:

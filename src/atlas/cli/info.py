@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from atlas.cli.options import LOADING_NAMES, debug_option, given, loading_options
-from atlas.errors import AtlasError
+from atlas.errors import AtlasError, CapabilityError
 
 if TYPE_CHECKING:
     from atlas.config import ModelConfig
@@ -30,7 +30,7 @@ _BLOCK_LEN = {"b8_32": 32, "b8_16": 16}
 @click.pass_context
 def info(context: click.Context, /, model: str, **_: Any) -> None:
     """Describe MODEL: architecture, shapes, weight formats, and the memory a load takes."""
-    from atlas.backends.backend import choose_device, other_device
+    from atlas.backends.backend import choose_device
     from atlas.cli.table import print_rows
     from atlas.model.load import LoadOptions, plan_load
     from atlas.weights.checkpoint import open_checkpoint
@@ -43,9 +43,13 @@ def info(context: click.Context, /, model: str, **_: Any) -> None:
     options = LoadOptions(**loading)
     location = locate(model)
     with open_checkpoint(location) as checkpoint:
-        if refused := other_device(device, options.device, checkpoint.config):
-            options, reason = replace(options, device="cpu"), refused
-        plan = plan_load(checkpoint, options)
+        try:
+            plan = plan_load(checkpoint, options)
+        except CapabilityError as error:
+            if device != "auto":
+                raise
+            options, reason = replace(options, device="cpu"), f"the GPU cannot run it: {error}"
+            plan = plan_load(checkpoint, options)
         print_rows(
             [
                 ("file", f"{checkpoint.path} ({checkpoint.format_name})"),

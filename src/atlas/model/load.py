@@ -16,7 +16,7 @@ from atlas.cache.kv import BLOCK_SIZE
 from atlas.cache.recurrent import SlotCounts
 from atlas.cache.state_slots import StateSlots
 from atlas.config import ModelConfig
-from atlas.errors import CapabilityError, InvalidArgumentError
+from atlas.errors import InvalidArgumentError
 from atlas.layers.step import StepShape, buffer_shapes
 from atlas.model import Model
 from atlas.model.circuit import DenseCircuit
@@ -183,8 +183,6 @@ def load_model(
         The device cannot be used; why, in words.
     """
     backend = options.backend()
-    if reason := backend.refusal(checkpoint.config):
-        raise CapabilityError(f"device {options.device!r}: {reason}; device 'cpu' takes the model")
     plan = plan_load(checkpoint, options)
     weights = _weights(checkpoint, options, backend)
     try:
@@ -255,6 +253,8 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
     ------
     InvalidArgumentError
         ``max_seq_len`` exceeds the model's own.
+    CapabilityError
+        The backend cannot run such a model, whatever the options.
     """
     config = checkpoint.config
     if options.max_seq_len is not None and options.max_seq_len > config.max_seq_len:
@@ -262,6 +262,7 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
             f"max_seq_len is {options.max_seq_len}; allowed: up to the model's {config.max_seq_len}"
         )
     backend = options.backend()
+    backend.require_support(config)
     max_seq_len = options.max_seq_len or min(config.max_seq_len, _DEFAULT_SEQ_LEN)
     stored = checkpoint.weight_formats()
     kv_dtype: str = options.kv_dtype

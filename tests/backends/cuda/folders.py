@@ -27,6 +27,13 @@ _DELTA = {
 }
 _SHAPES = {
     "qwen3_5": _DELTA | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"},
+    "small_heads": _DELTA
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
     "qwen3_5_moe": _DELTA
     | {
         "architectures": ["Qwen3_5MoeForCausalLM"],

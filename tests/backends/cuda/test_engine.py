@@ -17,6 +17,7 @@ from atlas.backends.cuda import device, driver, probe
 from atlas.errors import CapabilityError, KernelError
 from atlas.event import Event
 from tests.backends.cuda.host_gpu import HostGpu
+from tests.engine.folders import write_model
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.9, seed=5, top_k=20)
@@ -67,6 +68,16 @@ def test_auto_takes_a_gpu_that_is_there_unless_it_lacks_what_is_asked(
         assert "the host's memory" in engine.describe()["device"]
     with Engine(folder, quiet=True, dtype="float32") as engine:
         assert engine.options.device == "cpu"
+
+
+def test_auto_is_the_cpu_for_a_model_that_the_gpu_cannot_run(gpu: HostGpu, tmp_path: Path) -> None:
+    small = write_model(tmp_path / "small")  # heads of 16 dimensions
+    with Engine(small, quiet=True) as engine:
+        assert engine.options.device == "cpu"
+        assert "head_dim is 16" in engine.describe()["device"]
+    with pytest.raises(CapabilityError, match="head_dim is 16; the CUDA kernels allow 64, 80"):
+        Engine(small, device="cuda", quiet=True)
+    assert gpu.live["memory"] == 0
 
 
 def test_the_next_step_is_launched_before_the_last_one_s_tokens_are_read(

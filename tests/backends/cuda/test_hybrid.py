@@ -189,11 +189,9 @@ def test_the_head_that_predicts_further_is_kept(gpu: HostGpu, tmp_path: Path) ->
 
 
 def test_auto_takes_the_cpu_where_no_kernel_takes_the_heads(gpu: HostGpu, tmp_path: Path) -> None:
-    from tests.engine.folders import write_hybrid
-
-    small = write_hybrid(tmp_path / "small")
+    small = write_cuda_hybrid(tmp_path / "small", "small_heads")
     with Engine(small, quiet=True) as engine:
         assert engine.options.device == "cpu"
-        assert "keys of 20 and values of 28" in engine.describe()["device"]
-    with pytest.raises(CapabilityError, match="keys of 20 and values of 28"):
+        assert "key_dim is 32" in engine.describe()["device"]
+    with pytest.raises(CapabilityError, match="key_dim is 32"):
         Engine(small, quiet=True, device="cuda")

@@ -31,6 +31,9 @@ class CpuBackend:
     def __init__(self, threads: int) -> None:
         self.threads = threads
 
+    def require_support(self, config: ModelConfig) -> None:
+        """Every model runs here."""
+
     def matrix_format(self, format: str, cols: int, groups: int) -> str:
         return packed_format(format)
 
@@ -55,9 +58,6 @@ class CpuBackend:
 
     def joins_shared_expert(self, config: ModelConfig, formats: Mapping[str, str]) -> bool:
         return False
-
-    def refusal(self, config: ModelConfig) -> str:
-        return ""
 
     def buffer_bytes(self, shapes: Shapes) -> int:
         return sum(4 * prod(shape) for shape in shapes.values())

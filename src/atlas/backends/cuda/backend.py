@@ -11,7 +11,7 @@ from atlas.backends.cuda.buffers import buffer_bytes
 from atlas.backends.cuda.device import CudaDevice
 from atlas.backends.cuda.loading import Loader
 from atlas.backends.cuda.memory import aligned
-from atlas.backends.cuda.offers import joins_shared_expert, refusal
+from atlas.backends.cuda.offers import joins_shared_expert, require_support
 from atlas.backends.cuda.pack import MatrixLayout, layout
 from atlas.backends.cuda.pools import pool_bytes
 from atlas.backends.cuda.recurrent_pools import recurrent_pool_bytes
@@ -54,6 +54,9 @@ class CudaBackend:
         self._stream = stream
         self._device: CudaDevice | None = None
 
+    def require_support(self, config: ModelConfig) -> None:
+        require_support(config)
+
     def matrix_format(self, format: str, cols: int, groups: int) -> str:
         return layout([_Stored(format, groups, cols)], groups).format
 
@@ -77,9 +80,6 @@ class CudaBackend:
 
     def joins_shared_expert(self, config: ModelConfig, formats: Mapping[str, str]) -> bool:
         return joins_shared_expert(config, formats)
-
-    def refusal(self, config: ModelConfig) -> str:
-        return refusal(config)
 
     def buffer_bytes(self, shapes: Shapes) -> int:
         workspace = aligned(SCRATCH_BYTES) + aligned(ZEROED_BYTES)

@@ -6,7 +6,15 @@ more rows are sorted by expert first. Both sum in one order.
 
 from __future__ import annotations
 
-from atlas_kernels.moe_plan import COLUMNS, GROUPED_TILES, decode_variant, grouped_variant
+from atlas_kernels.moe_plan import (
+    COLUMNS,
+    DOWN_TILES,
+    GATE_UP_TILES,
+    GROUPED_TILES,
+    decode_variant,
+    grouped_variant,
+    route_variant,
+)
 
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import Args, is_aligned, match, require
@@ -38,7 +46,8 @@ def moe_route(
     sizes = match("float32", "T E", scores, "T X", weights)
     match("int32", f"{sizes['T']} {sizes['X']}", ids)
     _require_contiguous(ids=ids, weights=weights)
-    require(sizes["E"] <= _MOST_EXPERTS, "experts", sizes["E"], f"up to {_MOST_EXPERTS}")
+    variant = route_variant(sizes["E"])
+    require(variant is not None, "experts", sizes["E"], f"up to {_MOST_EXPERTS}")
     require(sizes["X"] <= _MOST_CHOICES, "experts a row", sizes["X"], f"up to {_MOST_CHOICES}")
     if bias is not None:
         match("float32", f"{sizes['E']}", bias)
@@ -52,7 +61,7 @@ def moe_route(
     args: Args = (scores, 0 if bias is None else bias, last[0], 0, ids, weights)
     args += (sizes["E"], top_k, sizes["X"], int(scoring == "sigmoid"), int(normalize))
     args += (_EPSILON, scale, scores.strides[0], last[1])
-    queue.launch("moe_route", (sizes["T"], 1), args)
+    queue.launch(f"moe_route_{variant}", (sizes["T"], 1), args)
 
 
 def moe_experts(
@@ -100,9 +109,11 @@ def moe_experts(
         variant = decode_variant(rows, dim=dim, inner=inner, slots=slots)
     if variant is not None:
         args: Args = (weight, last_up, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
-        queue.launch(f"moe_gate_up_bf16_{variant}", (queue.device.num_sms, 1), args)
+        blocks = queue.device.num_sms * GATE_UP_TILES[variant].blocks_per_sm
+        queue.launch(f"moe_gate_up_bf16_{variant}", (blocks, 1), args)
         args = (second, last_down, ids, weights, act, out, out, rows, slots, experts, dim, inner)
-        grid = (min(queue.device.num_sms, dim // COLUMNS), 1)
+        blocks = queue.device.num_sms * DOWN_TILES[variant].blocks_per_sm
+        grid = (min(blocks, dim // COLUMNS), 1)
         queue.launch(f"moe_down_bf16_{variant}", grid, (*args, *out.strides[:1] * 2))
         return
     variant = grouped_variant(rows, experts=experts, slots=slots)

@@ -1,25 +1,34 @@
-"""Which layers the kernels take: asked before a model is loaded, without a CUDA library."""
+"""Which layers the kernels take: asked before a weight is read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from atlas_kernels.attention_plan import STEP_DIMS
+
+from atlas.backends.cuda.check import require
 
 if TYPE_CHECKING:
     from atlas.config import GatedDeltaConfig, Mamba2Config, ModelConfig, MoeConfig
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
 DELTA_DIMS = (64, 128)
 STATE_SIZES = (64, 128, 256)
 MAMBA_HEAD_DIM = 64
-MOST_EXPERTS, MOST_CHOICES = 1024, 31
-WIDTH, INNER_WIDTH = 128, 64
-"""What divides the experts' input and inner sizes."""
+_WIDTH, _INNER_WIDTH = 128, 64  # what divides the experts' input and inner sizes
 
 
-def refusal(config: ModelConfig) -> str:
-    """Why a model's layers do not run here, in words; empty where they do."""
-    return "; ".join(_reasons(config))
+def require_support(config: ModelConfig) -> None:
+    """Raise CapabilityError where no kernel takes a model's layers; which, in words."""
+    if config.attention_layers:
+        require(config.head_dim in STEP_DIMS, "head_dim", config.head_dim, _words(STEP_DIMS))
+    kinds = set(config.layer_kinds)
+    if "gated_delta" in kinds and config.gated_delta is not None:
+        _require_delta(config.gated_delta)
+    if "mamba2" in kinds and config.mamba2 is not None:
+        _require_mamba(config.mamba2)
+    if config.moe is not None:
+        _require_experts(config, config.moe)
 
 
 def joins_shared_expert(config: ModelConfig, formats: Mapping[str, str]) -> bool:
@@ -32,54 +41,31 @@ def joins_shared_expert(config: ModelConfig, formats: Mapping[str, str]) -> bool
     return {format for name, format in formats.items() if ".shared." in name} == {"bf16"}
 
 
-def _reasons(config: ModelConfig) -> Iterator[str]:
-    if config.attention_layers and config.head_dim not in HEAD_DIMS:
-        yield f"head_dim is {config.head_dim}, allowed: {_words(HEAD_DIMS)}"
-    kinds = set(config.layer_kinds)
-    if "gated_delta" in kinds and config.gated_delta is not None:
-        yield from _delta_reasons(config.gated_delta)
-    if "mamba2" in kinds and config.mamba2 is not None:
-        yield from _mamba_reasons(config.mamba2)
-    if config.moe is not None:
-        yield from _moe_reasons(config, config.moe)
+def _require_delta(sizes: GatedDeltaConfig) -> None:
+    for name, dim in (("key", sizes.key_dim), ("value", sizes.value_dim)):
+        require(dim in DELTA_DIMS, f"a gated delta head's {name}_dim", dim, _words(DELTA_DIMS))
+    dims = f"{sizes.key_dim} and {sizes.value_dim}"
+    same = sizes.key_dim == sizes.value_dim
+    require(same, "a gated delta head's key_dim and value_dim", dims, "equal ones")
+    tiled = sizes.tiled_values and sizes.num_value_heads > sizes.num_key_heads
+    require(not tiled, "the order of gated delta value heads", "tiled, as in GGUF files", "plain")
 
 
-def _delta_reasons(sizes: GatedDeltaConfig) -> Iterator[str]:
-    dims = sizes.key_dim, sizes.value_dim
-    if dims[0] != dims[1] or dims[0] not in DELTA_DIMS:
-        yield (
-            f"gated delta heads have keys of {dims[0]} and values of {dims[1]}, "
-            f"allowed: {_words(DELTA_DIMS)} for both"
-        )
-    if sizes.tiled_values and sizes.num_value_heads > sizes.num_key_heads:
-        yield "gated delta layers have value heads in tiles, as GGUF files keep them"
+def _require_mamba(sizes: Mamba2Config) -> None:
+    dim, size = sizes.head_dim, sizes.state_size
+    require(dim == MAMBA_HEAD_DIM, "a Mamba-2 head_dim", dim, str(MAMBA_HEAD_DIM))
+    require(size in STATE_SIZES, "a Mamba-2 state_size", size, _words(STATE_SIZES))
 
 
-def _mamba_reasons(sizes: Mamba2Config) -> Iterator[str]:
-    if sizes.head_dim != MAMBA_HEAD_DIM:
-        yield f"Mamba-2 heads have {sizes.head_dim} channels, allowed: {MAMBA_HEAD_DIM}"
-    if sizes.state_size not in STATE_SIZES:
-        yield f"a Mamba-2 state has {sizes.state_size} elements, allowed: {_words(STATE_SIZES)}"
-
-
-def _moe_reasons(config: ModelConfig, moe: MoeConfig) -> Iterator[str]:
-    if config.activation != "silu":
-        yield f"experts use {config.activation}, allowed: silu"
-    if moe.num_experts > MOST_EXPERTS or moe.top_k > MOST_CHOICES:
-        yield (
-            f"{moe.top_k} of {moe.num_experts} experts a row, "
-            f"allowed: up to {MOST_CHOICES} of {MOST_EXPERTS}"
-        )
-    if moe.top_groups != moe.num_groups:
-        yield f"experts of {moe.top_groups} of {moe.num_groups} groups, allowed: of all"
-    if moe.selection_bias and moe.scoring != "sigmoid":
-        yield f"a selection bias beside {moe.scoring} scores, allowed: beside sigmoid"
-    width = moe.latent_size or config.hidden_size
-    if width % WIDTH or moe.intermediate_size % INNER_WIDTH:
-        yield (
-            f"experts from {width} to {moe.intermediate_size}, "
-            f"allowed: multiples of {WIDTH} and {INNER_WIDTH}"
-        )
+def _require_experts(config: ModelConfig, moe: MoeConfig) -> None:
+    require(config.activation == "silu", "the experts' activation", config.activation, "silu")
+    groups = f"{moe.top_groups} of {moe.num_groups}"
+    require(moe.top_groups == moe.num_groups, "groups of experts", groups, "all")
+    plain = moe.scoring == "sigmoid" or not moe.selection_bias
+    require(plain, "the scoring beside a selection bias", moe.scoring, "sigmoid")
+    width, inner = moe.latent_size or config.hidden_size, moe.intermediate_size
+    require(width % _WIDTH == 0, "the experts' input size", width, f"multiples of {_WIDTH}")
+    require(inner % _INNER_WIDTH == 0, "an expert's inner size", inner, "multiples of 64")
 
 
 def _words(numbers: tuple[int, ...]) -> str:
