@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from atlas.architectures import expected_weights
-from atlas.config import ModelConfig, MoeConfig, RopeConfig
+from atlas.architectures.weight_names import is_array
+from atlas.config import GatedDeltaConfig, ModelConfig, MoeConfig, RopeConfig
 from atlas.ops.blocks import HostMatrix
 
 _BUFFER_LEN = 128 << 20  # bf16 elements
@@ -40,6 +41,26 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen3-30b-a3b": _dense(
         48, 2048, 32, 4, 6144, architecture="qwen3_moe", qk_norm=True, rope=RopeConfig(theta=1e6),
         moe=MoeConfig(128, 8, 768, normalize_top_k=True, sparse_layers=(True,) * 48),
+    ),
+    "qwen3.5-35b-a3b": _dense(
+        40, 2048, 16, 2, 0, architecture="qwen3_5_moe", vocab_size=248320, head_dim=256,
+        qk_norm=True, attention_gate=True, rope=RopeConfig(theta=1e7, rotary_dim=64),
+        layer_kinds=(*("gated_delta",) * 3, "attention") * 10,
+        gated_delta=GatedDeltaConfig(16, 32, 128, 128, conv_width=4),
+        moe=MoeConfig(
+            256, 8, 512, normalize_top_k=True, sparse_layers=(True,) * 40, shared_size=512,
+            shared_gate=True,
+        ),
+    ),
+    "tiny-hybrid": _dense(
+        4, 256, 4, 2, 0, architecture="qwen3_5_moe", vocab_size=1024, head_dim=64, qk_norm=True,
+        attention_gate=True, rope=RopeConfig(rotary_dim=32),
+        layer_kinds=(*("gated_delta",) * 3, "attention"),
+        gated_delta=GatedDeltaConfig(2, 4, 64, 64, conv_width=4),
+        moe=MoeConfig(
+            8, 2, 128, normalize_top_k=True, sparse_layers=(True,) * 4, shared_size=128,
+            shared_gate=True,
+        ),
     ),
     "tiny": _dense(2, 256, 4, 2, 512, vocab_size=1024, head_dim=64, qk_norm=True),
 }  # fmt: skip
@@ -90,7 +111,7 @@ class RandomCheckpoint:
         return 2 * int(np.prod(self._shapes[name]))
 
     def weight_formats(self) -> dict[str, str]:
-        return {name: "f32" if len(s) == 1 else "bf16" for name, s in self._shapes.items()}
+        return {name: "f32" if is_array(name, s) else "bf16" for name, s in self._shapes.items()}
 
     def matrix(self, name: str) -> HostMatrix:
         rows, cols = self._shapes[name]
@@ -100,8 +121,10 @@ class RandomCheckpoint:
         )
 
     def vector(self, name: str) -> np.ndarray:
-        (size,) = self._shapes[name]
-        return np.full(size, 1.0 if "norm" in name else 0.0, np.float32)
+        """Norms and convolutions that keep the size of what they read."""
+        shape = self._shapes[name]
+        value = 1.0 if "norm" in name else 0.5 if name.endswith(".conv") else 0.0
+        return np.full(shape, value, np.float32).reshape(-1)
 
     def release(self, name: str) -> None:
         """Nothing is mapped."""

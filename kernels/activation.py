@@ -166,6 +166,21 @@ def make_relu_squared(rows: Access) -> Any:
     return relu_squared
 
 
+@kernel("zero", args="ptr i32 i64", threads=THREADS, variants=row_variants())
+def make_zero(rows: Access) -> Any:
+    """out = 0, [T, D]."""
+    store, item, width, zero_of = rows.store, rows.item_bytes, rows.width, rows.zero
+
+    def zero(out, dim, out_stride):
+        launch_dependents()
+        wait_prerequisites()
+        at = (block_y() * THREADS + thread_x()) * width
+        if at < dim:
+            store(out + block_x() * out_stride + at * item, zero_of())
+
+    return zero
+
+
 @kernel("add", args="ptr ptr ptr i32 i64 i64 i64", threads=THREADS, variants=row_variants())
 def make_add(rows: Access) -> Any:
     """out = x + y, [T, D] each; ``out`` may be either."""

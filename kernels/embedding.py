@@ -154,3 +154,31 @@ def make_gather_rows(load: Any, store: Any, num_bytes: int) -> Any:
                 store(out + block_x() * out_stride + at, load(x + row * x_stride + at))
 
     return gather_rows
+
+
+@kernel(
+    "scatter_rows",
+    args="ptr ptr ptr i32 i64 i64",
+    threads=THREADS,
+    variants={
+        "b128": (memory.load_b32x4, memory.store_b32x4, 16),
+        "b32": (memory.load_b32, memory.store_b32, 4),
+        "b16": (memory.load_b16, memory.store_b16, 2),
+    },
+)
+def make_scatter_rows(load: Any, store: Any, num_bytes: int) -> Any:
+    """out[rows[i]] = x[i], of any type: ``row_bytes`` in pieces of 16, 4 or 2 bytes.
+
+    Grid (rows, ⌈pieces / 128⌉). A row whose number is negative goes nowhere.
+    """
+
+    def scatter_rows(x, rows, out, row_bytes, x_stride, out_stride):
+        launch_dependents()
+        wait_prerequisites()
+        at = (block_y() * THREADS + thread_x()) * num_bytes
+        if at < row_bytes:
+            row = i64(memory.load_b32(rows + block_x() * 4))
+            if row >= 0:
+                store(out + row * out_stride + at, load(x + block_x() * x_stride + at))
+
+    return scatter_rows

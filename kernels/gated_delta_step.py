@@ -26,6 +26,7 @@ from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_math import fast_rsqrt, fma, quotient, vector_scale
 from atlas_kernels.ptx_memory import (
     atomic_add_b32,
+    load_b32,
     load_constant_b32,
     load_constant_f32,
     load_constant_f32x2,
@@ -210,8 +211,6 @@ def make_gated_delta_step(dim: int, rows: Access) -> Any:
         head = i32(block_x() - sequence * value_heads)
         slot = load_constant_b32(slots + sequence * 4)
         target = load_constant_b32(targets + sequence * 4)
-        begin = load_constant_b32(begins + sequence * 4)
-        end = load_constant_b32(ends + sequence * 4)
         within = ((lane >> 2) * piece_rows * dim + warp * 16 + (lane & 3) * 4) * 4
         state_bytes = dim * dim * 4
         source = states + (i64(slot) * value_heads + head) * state_bytes
@@ -220,6 +219,7 @@ def make_gated_delta_step(dim: int, rows: Access) -> Any:
         rate = load_constant_f32(decay_log + head * 4)
         bias = load_constant_f32(dt_bias + head * 4)
         wait_prerequisites()
+        begin, end = load_b32(begins + sequence * 4), load_b32(ends + sequence * 4)
         if slot < 0 or begin >= end:
             return
         state = load_state(source + within)

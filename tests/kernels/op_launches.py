@@ -29,9 +29,21 @@ _FLOAT32 = {
     "linear_gated": {"bias"},
     "prepare_heads": {"q_norm", "k_norm", "rope_table"},
     "attention_step": {"q_norm", "k_norm", "rope_table"},
-    "moe_route": {"scores", "weights"},
+    "moe_route": {"scores", "weights", "bias"},
+    "gated_rmsnorm": {"x", "weight"},
+    "causal_conv_step": {"weight", "bias", "tails", "out"},
+    "causal_conv_prefill": {"weight", "bias", "tails", "out"},
+    "gated_delta_step": {"qkv", "decay_log", "dt_bias", "states", "out"},
+    "gated_delta_prefill": {"qkv", "decay_log", "dt_bias", "states", "out"},
+    "gated_delta_mixer_step": {
+        "conv_weight", "norm_weight", "decay_log", "dt_bias", "states", "tails", "convolved",
+        "recurred",
+    },
+    "mamba2_step": {"x", "b", "c", "decay_log", "d", "dt_bias", "states", "out"},
+    "mamba2_prefill": {"x", "b", "c", "decay_log", "d", "dt_bias", "states", "out"},
     "moe_experts": {"weights"},
-}
+}  # fmt: skip
+_WITHOUT_GAPS = {"weights", "weight", "conv_weight"}
 _OLDER = {
     "q_norm", "k_norm", "rope_table", "slots", "block_tables", "cu_rows", "positions", "k_pool",
     "v_pool",
@@ -106,7 +118,7 @@ class OnDevice:
         is_rows = type != "int32" and not name.endswith("pool") and stored.ndim > 1
         item = ITEM_BYTES[type]
         columns = stored[0].size if is_rows else 0
-        is_padded = is_rows and stored.ndim == 2 and name != "weights"
+        is_padded = is_rows and stored.ndim == 2 and name not in _WITHOUT_GAPS
         pad = -columns % (16 // item) if is_padded else 0
         if pad:
             wide = np.zeros((len(stored), columns + pad), stored.dtype)

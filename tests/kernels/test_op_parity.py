@@ -25,7 +25,14 @@ ROUNDED_INSIDE = {
     "prepare_heads": 4e-3,
     "linear_gated": 1e-2,
     "moe_experts": 2e-2,
+    "gated_delta_prefill": 2e-2,
+    "mamba2_prefill": 2e-2,
 }
+REFUSED = (
+    "K20", "K7", "83", "gelu", "relu_squared", "sections", "softmax-E16", "G3of8", "G1of3",
+    "K64-V128", "K128-V64", "K16-V80", "H4-G2", "H3-G1-P20", "H6-G6", "T3-H3-strided",
+)  # fmt: skip
+"""Parts of the names of cases that no kernel takes."""
 """Ops that round to bf16 on the way: weights of attention, gate and up; of the greatest result."""
 
 
@@ -33,7 +40,11 @@ def _on_machine(op: str, case: cases.Case) -> bool:
     """Small enough for the PTX machine."""
     heavy = {"attention_prefill", "attention_step"}
     sizes = [a.rows * a.cols for a in case.args if isinstance(a, HostMatrix)]
-    return max(sizes, default=0) <= 49_152 and (op not in heavy or "K64" in case.id)
+    return (
+        max(sizes, default=0) <= 49_152
+        and "long" not in case.id
+        and (op not in heavy or "K64" in case.id)
+    )
 
 
 def _cases(op: str) -> list[Any]:
@@ -92,8 +103,7 @@ def test_cuda(bench: Bench, op: str, case: cases.Case) -> None:
     if refused:  # heads or rows that no kernel takes: by name, and nothing was launched
         assert not queue.launched
         assert "allow" in refused
-        known = "K20" in case.id or "K7" in case.id or "83" in refused or "gelu" in case.id
-        assert known, refused
+        assert any(part in case.id or part in refused for part in REFUSED), refused
         return
     want = _defined(op, names, case)
     for key, values in want.items():
@@ -103,6 +113,8 @@ def test_cuda(bench: Bench, op: str, case: cases.Case) -> None:
         slack = 0 if key in _FLOAT32.get(op, ()) else BF16
         scale = ROUNDED_INSIDE.get(op, case.tolerance)
         bound = scale * np.abs(values).max() + slack * np.abs(values)
-        assert (np.abs(got[key] - values) <= bound + 1e-30).all(), (
+        near = np.abs(got[key] - values) <= bound + 1e-30
+        near |= np.isnan(got[key]) & np.isnan(values)  # what the op leaves alone
+        assert near.all(), (
             key, np.abs(got[key] - values).max(), queue.launched,
         )  # fmt: skip

@@ -516,12 +516,15 @@ def moe_experts() -> Iterator[Case]:
         )
 
 
-def _sequences(rng: np.random.Generator) -> tuple[int, int, np.ndarray, np.ndarray, np.ndarray]:
+def _sequences(
+    rng: np.random.Generator, *, is_long: bool = False
+) -> tuple[int, int, np.ndarray, np.ndarray, np.ndarray]:
     """(rows, slots in the pool, slots, cu_rows, positions) of a ragged batch.
 
-    Rows before the first sequence are another call's; one sequence has none.
+    Rows before the first sequence are another call's; one sequence has none. ``is_long``: two of
+    them have rows for chunks of 64 positions, and rows before and behind those.
     """
-    lengths = [1, 5, 0, 2, 9]
+    lengths = [1, 200, 0, 150, 9] if is_long else [1, 5, 0, 2, 9]
     cu_rows = (2 + np.cumsum([0, *lengths])).astype(np.int32)
     positions = np.zeros(cu_rows[-1], np.int32)
     for n, length in enumerate(lengths):
@@ -556,10 +559,11 @@ def causal_conv_prefill() -> Iterator[Case]:
 
 
 def _delta(seed: int) -> Iterator[Case]:
-    shapes = [(2, 4, 64, 128), (1, 3, 128, 64), (3, 3, 20, 37), (2, 6, 16, 80)]
+    shapes = [(2, 4, 64, 128), (1, 3, 128, 64), (3, 3, 20, 37), (2, 6, 16, 80), (1, 2, 64, 64)]
+    shapes += [(2, 4, 128, 128)] * seed
     for n, (key_heads, value_heads, key_dim, value_dim) in enumerate(shapes):
-        rng = _rng(22, seed, n)
-        rows, num_slots, slots, cu_rows, positions = _sequences(rng)
+        rng, is_long = _rng(22, seed, n), n == 5
+        rows, num_slots, slots, cu_rows, positions = _sequences(rng, is_long=is_long)
         qkv = _strided(rng, rows, 2 * key_heads * key_dim + value_heads * value_dim)
         ab = _normal(rng, rows, 2 * value_heads) * 2  # views of one fused projection
         states = _normal(rng, num_slots, value_heads, key_dim, value_dim)
@@ -568,11 +572,36 @@ def _delta(seed: int) -> Iterator[Case]:
         args += (_normal(rng, value_heads), _normal(rng, value_heads))
         written = {"states": states, "out": out}
         yield Case(
-            f"HK{key_heads}-HV{value_heads}-K{key_dim}-V{value_dim}",
+            f"HK{key_heads}-HV{value_heads}-K{key_dim}-V{value_dim}{'-long' * is_long}",
             (*args, slots, cu_rows, positions),
             dict(written),
             written,
-            4e-6,
+            2e-5 if is_long else 4e-6,
+        )
+
+
+def gated_delta_mixer_step() -> Iterator[Case]:
+    for n, (keys, values, dim, taps) in enumerate([(1, 2, 64, 4), (2, 2, 128, 4), (1, 2, 64, 3)]):
+        rng = _rng(24, n)
+        rows, num_slots, slots, cu_rows, positions = _sequences(rng)
+        first = cu_rows[0]  # the norm takes every row: all of them are this call's
+        rows, cu_rows, positions = rows - int(first), cu_rows - first, positions[first:].copy()
+        channels = (2 * keys + values) * dim
+        qkv, gate = _strided(rng, rows, channels), _strided(rng, rows, values * dim)
+        ab = _normal(rng, rows, 2 * values) * 2
+        states = _normal(rng, num_slots, values, dim, dim)
+        tails = _normal(rng, num_slots, taps - 1, channels)
+        recurred, out = _nan(rows, values * dim), _nan(rows, values * dim)
+        vectors = (_normal(rng, dim), 1e-6, _normal(rng, values), _normal(rng, values))
+        args = (qkv, gate, ab[:, :values], ab[:, values:], _normal(rng, taps, channels), *vectors)
+        scratch = {"convolved": _nan(rows, channels), "recurred": recurred}
+        written = {"states": states, "tails": tails, "out": out}
+        yield Case(
+            f"HK{keys}-HV{values}-D{dim}-W{taps}",
+            (*args, slots, cu_rows, positions),
+            scratch | written,
+            written,
+            1e-5,
         )
 
 
@@ -585,10 +614,11 @@ def gated_delta_prefill() -> Iterator[Case]:
 
 
 def _mamba2(seed: int) -> Iterator[Case]:
-    shapes = [(4, 2, 64, 128), (3, 1, 20, 16), (6, 6, 8, 37)]
+    shapes = [(4, 2, 64, 128), (3, 1, 20, 16), (6, 6, 8, 37), (2, 1, 64, 128)]
+    shapes += [(8, 4, 64, 128)] * seed
     for n, (heads, groups, dim, size) in enumerate(shapes):
-        rng = _rng(23, seed, n)
-        rows, num_slots, slots, cu_rows, positions = _sequences(rng)
+        rng, is_long = _rng(23, seed, n), n == 4
+        rows, num_slots, slots, cu_rows, positions = _sequences(rng, is_long=is_long)
         x, b = _strided(rng, rows, heads, dim), _strided(rng, rows, groups, size)
         c, dt = _strided(rng, rows, groups, size), _strided(rng, rows, heads)
         vectors = tuple(_normal(rng, heads) for _ in range(3))
@@ -596,11 +626,11 @@ def _mamba2(seed: int) -> Iterator[Case]:
         states, out = _normal(rng, num_slots, heads, dim, size), _normal(rng, rows, heads, dim)
         written = {"states": states, "out": out}
         yield Case(
-            f"H{heads}-G{groups}-P{dim}-N{size}",
+            f"H{heads}-G{groups}-P{dim}-N{size}{'-long' * is_long}",
             (x, b, c, dt, *vectors, *bounds, slots, cu_rows, positions),
             dict(written),
             written,
-            4e-6,
+            2e-5 if is_long else 4e-6,
         )
 
 

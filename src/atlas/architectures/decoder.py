@@ -66,6 +66,7 @@ class NetworkBuilder:
     runtime: Runtime
     weights: PackedWeights
     max_seq_len: int
+    joins_shared: bool = False
     widen: bool = False
     quantize: Quantize | None = None
     on_progress: Callable[[int], None] | None = None
@@ -117,16 +118,14 @@ class NetworkBuilder:
         norms = [self._vector(f"mtp.{name}_norm") for name in ("embedding", "hidden")]
         inputs = self._projection(["mtp.in_proj"], None)
         blocks: list[Block] = []
-        heads, dim = config.num_kv_heads, config.head_dim
-        dtype = self.pools.keys[0].dtype if self.pools.keys else np.dtype(np.float32)
+        nothing = np.empty((0, config.num_kv_heads, config.head_dim, BLOCK_SIZE), np.float32)
+        pools = (nothing, nothing.swapaxes(2, 3))
+        if self.pools.keys:
+            pools = (self.pools.keys[0][:0], self.pools.values[0][:0])
         for i in range(len(config.mtp_kinds)):
             prefix = f"mtp.layers.{i}."
             for kind in config.mtp_blocks(i):
                 if kind == "attention":
-                    pools = (
-                        np.empty((0, heads, dim, BLOCK_SIZE), dtype),
-                        np.empty((0, heads, BLOCK_SIZE, dim), dtype),
-                    )
                     block: Block = self._attention(config, prefix, tables[False], None, pools)
                 elif kind == "moe":
                     block = self._moe(config, prefix)
@@ -259,7 +258,9 @@ class NetworkBuilder:
         moe = config.moe
         shared = latent = None
         norm = self._vector(prefix + "mlp_norm")
-        router = self._projection([prefix + "router"], None)
+        joins = self.joins_shared
+        routers = [prefix + "router", *([prefix + "shared.router"] if joins else [])]
+        router = self._projection(routers, None)
         bias = self._vector(prefix + "router_bias") if moe.selection_bias else None
         gate_up = self._packed(self._widening(config, prefix + "experts."), moe.num_experts)
         down = self._packed([prefix + "experts.down_proj"], moe.num_experts)
@@ -268,8 +269,9 @@ class NetworkBuilder:
                 gate_up=self._projection(self._widening(config, prefix + "shared."), None),
                 down=self._projection([prefix + "shared.down_proj"], None),
                 router=self._projection([prefix + "shared.router"], None)
-                if moe.shared_gate
+                if moe.shared_gate and not joins
                 else None,
+                joins=joins,
             )
         if moe.latent_size:
             latent = Latent(

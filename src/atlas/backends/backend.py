@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 from atlas.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from atlas.cache.recurrent import RecurrentPools, SlotCounts
+    from atlas.cache.recurrent import SlotCounts
     from atlas.config import ModelConfig
     from atlas.layers.network import Network
     from atlas.layers.step import StepBuffers, StepShape
@@ -69,6 +69,14 @@ class Backend(Protocol):
         """Bytes of one block over all layers."""
         ...
 
+    def recurrent_bytes(self, config: ModelConfig, counts: SlotCounts) -> int:
+        """Bytes of the pools of recurrent state."""
+        ...
+
+    def joins_shared_expert(self, config: ModelConfig, formats: Mapping[str, str]) -> bool:
+        """Whether a shared expert runs as one of a row's choices; ``formats`` are in memory."""
+        ...
+
     def buffer_bytes(self, shapes: Shapes) -> int:
         """Bytes of a step's buffers and of whatever else a model takes."""
         ...
@@ -105,8 +113,11 @@ class Runtime(Protocol):
         """The KV pools, zeroed; what ``cache.kv.KvPools`` offers."""
         ...
 
-    def recurrent_pools(self, config: ModelConfig, counts: SlotCounts) -> RecurrentPools | None:
-        """The pools of recurrent state, zeroed; None without recurrent layers."""
+    def recurrent_pools(self, config: ModelConfig, counts: SlotCounts) -> Any:
+        """The pools of recurrent state, zeroed: what ``cache.recurrent.RecurrentPools`` offers.
+
+        None without recurrent layers.
+        """
         ...
 
     def buffers(self, shapes: Shapes) -> StepBuffers:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from atlas.cli.options import LOADING_NAMES, debug_option, given, loading_options
-from atlas.errors import AtlasError
+from atlas.errors import AtlasError, CapabilityError
 
 if TYPE_CHECKING:
     from atlas.config import ModelConfig
@@ -37,11 +38,18 @@ def info(context: click.Context, /, model: str, **_: Any) -> None:
 
     loading = {"threads": len(os.sched_getaffinity(0))} | given(context, LOADING_NAMES)
     named = {name: loading[name] for name in ("dtype", "kv_dtype") if name in loading}
-    loading["device"], reason = choose_device(loading.get("device", "auto"), **named)
+    device = loading.get("device", "auto")
+    loading["device"], reason = choose_device(device, **named)
     options = LoadOptions(**loading)
     location = locate(model)
     with open_checkpoint(location) as checkpoint:
-        plan = plan_load(checkpoint, options)
+        try:
+            plan = plan_load(checkpoint, options)
+        except CapabilityError as error:
+            if device != "auto":
+                raise
+            options, reason = replace(options, device="cpu"), f"the GPU cannot run it: {error}"
+            plan = plan_load(checkpoint, options)
         print_rows(
             [
                 ("file", f"{checkpoint.path} ({checkpoint.format_name})"),

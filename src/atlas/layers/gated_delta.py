@@ -55,29 +55,36 @@ class GatedDelta:
         """Advance the sequences' states over the inputs."""
         mixed = step.mixed[:, : self.sizes.input_size]
         if (rows := step_rows(step)) is not None:
-            self._recur(ops.causal_conv_step, ops.gated_delta_step, rows, step, mixed)
+            if self.sizes.tiled_values:
+                self._recur(ops.causal_conv_step, ops.gated_delta_step, rows, step, mixed)
+            else:
+                self._mix(ops, rows, step, mixed)
         if (rows := prompt_rows(step)) is not None:
             self._recur(ops.causal_conv_prefill, ops.gated_delta_prefill, rows, step, mixed)
 
     def finish(self, ops: Any, step: StepBuffers) -> None:
         """Add what was read from the states to ``step.hidden``."""
         sizes = self.sizes
-        recurred = step.recurred[:, : sizes.value_size]
-        z = step.mixed[:, sizes.conv_size : sizes.conv_size + sizes.value_size]
+        gated = step.gated[:, : sizes.value_size]
+        recurred, z = step.recurred[:, : sizes.value_size], self._gate(step.mixed)
         if sizes.tiled_values:
-            recurred = self._normed_in_tiles(ops, recurred, z, step)
-        else:
+            self._norm_in_tiles(ops, recurred, z, gated)
+        elif step.step_rows < len(gated):  # step rows are gated already
+            x, gate, out = (array[step.step_rows :] for array in (recurred, z, gated))
             ops.gated_rmsnorm(
-                recurred, z, self.gated_norm, self.norm_eps, sizes.value_dim, True, out=recurred
+                x, gate, self.gated_norm, self.norm_eps, sizes.value_dim, True, out=out
             )
-        self.output.add_to(ops, recurred, step.hidden)
+        self.output.add_to(ops, gated, step.hidden)
 
-    def _normed_in_tiles(self, ops: Any, recurred: Array, z: Array, step: StepBuffers) -> Array:
+    def _gate(self, mixed: Array) -> Array:
+        """z, which lies behind the convolution's inputs."""
+        return mixed[:, self.sizes.conv_size : self.sizes.conv_size + self.sizes.value_size]
+
+    def _norm_in_tiles(self, ops: Any, recurred: Array, z: Array, gated: Array) -> None:
         """The gated norm with value head j of every key head in turn, as ``output`` reads them."""
         sizes = self.sizes
         heads = (len(recurred), sizes.num_value_heads, sizes.value_dim)
-        normed = step.convolved[:, : sizes.value_size]  # the recurrence has read it
-        x, gate, out = (array.reshape(heads, copy=False) for array in (recurred, z, normed))
+        x, gate, out = (array.reshape(heads, copy=False) for array in (recurred, z, gated))
         per_key = sizes.num_value_heads // sizes.num_key_heads
         for j in range(per_key):
             tile = slice(j * sizes.num_key_heads, (j + 1) * sizes.num_key_heads)
@@ -90,13 +97,37 @@ class GatedDelta:
                 True,
                 out=out[:, tile],
             )
-        return normed
 
     def replay(self, ops: Any, step: StepBuffers) -> None:
         """Advance the states of ``step.state_slots`` over the inputs in ``step.kept_rows``."""
         mixed = step.mixed[:, : self.sizes.input_size]
         ops.gather_rows(self.kept_inputs, step.kept_rows, out=mixed)
         self.recur(ops, step)
+
+    def _mix(self, ops: Any, rows: Rows, step: StepBuffers, mixed: Array) -> None:
+        """All between the input and the output product."""
+        sizes = self.sizes
+        mixed = mixed[rows.rows]
+        b, a = mixed[:, -2 * sizes.num_value_heads :], mixed[:, -sizes.num_value_heads :]
+        ops.gated_delta_mixer_step(
+            mixed[:, : sizes.conv_size],
+            self._gate(mixed),
+            a,
+            b[:, : sizes.num_value_heads],
+            self.conv_weight,
+            self.gated_norm,
+            self.norm_eps,
+            self.decay_log,
+            self.dt_bias,
+            rows.slots,
+            rows.cu_rows,
+            rows.positions,
+            states=self.states,
+            tails=self.tails,
+            convolved=step.convolved[rows.rows, : sizes.conv_size],
+            recurred=step.recurred[rows.rows, : sizes.value_size],
+            out=step.gated[rows.rows, : sizes.value_size],
+        )
 
     def _recur(
         self,

@@ -66,10 +66,9 @@ class Mamba2:
         recurred = step.recurred[:, : sizes.inner_size]
         gate = step.mixed[:, : sizes.inner_size]
         group = sizes.inner_size // sizes.num_groups
-        ops.gated_rmsnorm(
-            recurred, gate, self.gated_norm, self.norm_eps, group, False, out=recurred
-        )
-        self.output.add_to(ops, recurred, step.hidden)
+        gated = step.gated[:, : sizes.inner_size]
+        ops.gated_rmsnorm(recurred, gate, self.gated_norm, self.norm_eps, group, False, out=gated)
+        self.output.add_to(ops, gated, step.hidden)
 
     def replay(self, ops: Any, step: StepBuffers) -> None:
         """Advance the states of ``step.state_slots`` over the inputs in ``step.kept_rows``."""

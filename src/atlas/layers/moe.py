@@ -13,11 +13,16 @@ from atlas.layers.step import Array, StepBuffers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedExpert:
-    """An expert that sees every row; ``router`` gives a number whose sigmoid multiplies it."""
+    """An expert that sees every row; ``router`` gives a number whose sigmoid multiplies it.
+
+    With ``joins`` it is one more expert among a row's choices, and its number the last of
+    ``Moe.router``.
+    """
 
     gate_up: Projection
     down: Projection
     router: Projection | None
+    joins: bool = False
 
     def add_to(self, ops: Any, activation: Activation, step: StepBuffers) -> None:
         """Add the expert's output for ``step.normed`` to ``step.hidden``."""
@@ -61,14 +66,16 @@ class Moe:
         ops.rmsnorm(step.hidden, self.norm, self.norm_eps, out=step.normed)
         self.router.forward(ops, step.normed, step.router)
         ids, weights, sizes = step.expert_ids, step.expert_weights, self.sizes
+        joins = self.shared is not None and self.shared.joins
         ops.moe_route(
-            step.router,
+            step.router[:, : sizes.num_experts],
             sizes.normalize_top_k,
             sizes.scoring,
             self.router_bias,
             sizes.scale,
             sizes.num_groups,
             sizes.top_groups,
+            step.router[:, sizes.num_experts :] if joins else None,
             ids=ids,
             weights=weights,
         )
@@ -79,11 +86,12 @@ class Moe:
             ops.zero(out=step.latent_sum)
             self._experts(ops, step, step.latent, step.latent_sum)
             self.latent.outward.add_to(ops, step.latent_sum, step.hidden)
-        if self.shared is not None:
+        if self.shared is not None and not joins:
             self.shared.add_to(ops, self.activation, step)
 
     def _experts(self, ops: Any, step: StepBuffers, x: Array, out: Array) -> None:
         """Add each row's experts, from x [T, Z], to ``out`` [T, Z]."""
+        shared = self.shared if self.shared is not None and self.shared.joins else None
         ops.moe_experts(
             x,
             self.gate_up,
@@ -91,6 +99,8 @@ class Moe:
             step.expert_ids,
             step.expert_weights,
             self.activation,
+            None if shared is None else shared.gate_up.matrices[0],
+            None if shared is None else shared.down.matrices[0],
             expert_gate_up=step.expert_gate_up,
             expert_activated=step.expert_activated,
             expert_out=step.expert_out,

@@ -73,8 +73,9 @@ class StepBuffers:
     qkv : float32 [T, (H + 2·HK)·K]
         With H·K more columns where attention has an output gate.
     attended : float32 [T, H·K]
-    mixed, convolved, recurred : float32 [T, M], [T, C], [T, V]
-        A recurrent layer's projected inputs, its convolution's output, and its own.
+    mixed, convolved, recurred, gated : float32 [T, M], [T, C], [T, V], [T, V]
+        A recurrent layer's projected inputs, its convolution's output, its own, and that after the
+        gated norm.
     gate_up, activated : float32 [T, 2F], [T, F]
         As wide as the widest dense MLP or shared expert.
     router, expert_weights : float32 [T, E], [T, X]
@@ -108,6 +109,7 @@ class StepBuffers:
     mixed: Array
     convolved: Array
     recurred: Array
+    gated: Array
     gate_up: Array
     activated: Array
     router: Array
@@ -165,9 +167,18 @@ _INTEGERS = (*INPUTS, "expert_ids")
 
 
 def buffer_shapes(
-    config: ModelConfig, max_rows: int, max_seqs: int, max_blocks: int, logits_rows: int
+    config: ModelConfig,
+    max_rows: int,
+    max_seqs: int,
+    max_blocks: int,
+    logits_rows: int,
+    *,
+    joins_shared: bool = False,
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of each buffer for steps of up to ``max_rows`` rows; every element is 4 bytes."""
+    """The shape of each buffer for steps of up to ``max_rows`` rows; every element is 4 bytes.
+
+    ``joins_shared``: the shared expert is one more choice of every row.
+    """
     heads = config.num_heads * config.head_dim
     gate = heads if config.attention_gate else 0
     mixers = [config.recurrent(i) for i in config.recurrent_layers]
@@ -175,6 +186,7 @@ def buffer_shapes(
     experts, top_k, inner, latent = (
         (moe.num_experts, moe.top_k, moe.intermediate_size, moe.latent_size) if moe else (0,) * 4
     )
+    choices, scores = top_k + joins_shared, experts + joins_shared
     dense = max(config.intermediate_size, moe.shared_size if moe else 0)
     gated = 2 if config.has_mlp_gate else 0
     return {
@@ -195,14 +207,15 @@ def buffer_shapes(
         "mixed": (max_rows, max((sizes.input_size for sizes in mixers), default=0)),
         "convolved": (max_rows, max((sizes.conv_size for sizes in mixers), default=0)),
         "recurred": (max_rows, max((sizes.output_size for sizes in mixers), default=0)),
+        "gated": (max_rows, max((sizes.output_size for sizes in mixers), default=0)),
         "gate_up": (max_rows, gated * dense),
         "activated": (max_rows, dense),
-        "router": (max_rows, experts),
-        "expert_weights": (max_rows, top_k),
-        "expert_ids": (max_rows, top_k),
-        "expert_gate_up": (max_rows, top_k, gated * inner),
-        "expert_activated": (max_rows, top_k, inner),
-        "expert_out": (max_rows, top_k, latent or config.hidden_size),
+        "router": (max_rows, scores),
+        "expert_weights": (max_rows, choices),
+        "expert_ids": (max_rows, choices),
+        "expert_gate_up": (max_rows, choices, gated * inner),
+        "expert_activated": (max_rows, choices, inner),
+        "expert_out": (max_rows, choices, latent or config.hidden_size),
         "shared_gate": (max_rows, 1 if moe and moe.shared_gate else 0),
         "latent": (max_rows, latent),
         "latent_sum": (max_rows, latent),

@@ -342,7 +342,7 @@ class DenseForward(ModelForward):
         core.check_stream(stream)
         rows = whole_number("chunk_size", chunk_size, 1, core.limits.max_rows)
         ids = core.token_array(tokens, "prompt tokens")
-        if core.states is None:
+        if core.states is None or not core.runtime.has_two_phases:
             view = self.prefill(ids, seq)
             assert view is not None
             return view

@@ -13,7 +13,7 @@ from atlas.architectures.decoder import NetworkBuilder, Quantize
 from atlas.architectures.weight_names import expected_weights, is_array, is_sensitive
 from atlas.backends.backend import Backend, DeviceName, backend_named
 from atlas.cache.kv import BLOCK_SIZE
-from atlas.cache.recurrent import SlotCounts, recurrent_bytes
+from atlas.cache.recurrent import SlotCounts
 from atlas.cache.state_slots import StateSlots
 from atlas.config import ModelConfig
 from atlas.errors import InvalidArgumentError
@@ -130,6 +130,8 @@ class LoadPlan:
         8-bit form of file formats without a kernel of their own.
     buffer_shapes : dict
     memory : MemoryPlan
+    joins_shared : bool
+        Whether a shared expert runs as one of a row's choices.
     """
 
     limits: Limits
@@ -139,6 +141,7 @@ class LoadPlan:
     formats: dict[str, str]
     buffer_shapes: dict[str, tuple[int, ...]]
     memory: MemoryPlan
+    joins_shared: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +182,8 @@ def load_model(
     CapabilityError
         The device cannot be used; why, in words.
     """
-    plan = plan_load(checkpoint, options)
     backend = options.backend()
+    plan = plan_load(checkpoint, options)
     weights = _weights(checkpoint, options, backend)
     try:
         plan.memory.require_room(backend.free_memory(), held=weights.nbytes)
@@ -214,6 +217,7 @@ def _load(
             runtime,
             weights,
             limits.max_seq_len,
+            joins_shared=plan.joins_shared,
             widen=options.dtype == "float32",
             quantize=options.quantize,
             on_progress=on_progress,
@@ -283,14 +287,20 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
         snapshots=options.state_snapshots,
         checkpoints=min(options.max_running, _CHECKPOINTS),
     )
-    buffers = buffer_shapes(
-        config, limits.max_rows, limits.max_seqs, -(-max_seq_len // BLOCK_SIZE), limits.logits_rows
-    )
     shapes = expected_weights(config)
     formats = {
         name: _format_in_memory(name, format, shapes[name], config, options, backend)
         for name, format in stored.items()
     }
+    joins_shared = backend.joins_shared_expert(config, formats)
+    buffers = buffer_shapes(
+        config,
+        limits.max_rows,
+        limits.max_seqs,
+        -(-max_seq_len // BLOCK_SIZE),
+        limits.logits_rows,
+        joins_shared=joins_shared,
+    )
     weights = sum(
         _bytes_in_memory(name, formats[name], shape, backend) for name, shape in shapes.items()
     )
@@ -298,9 +308,9 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
         weights=weights + _rope_bytes(config, max_seq_len, backend),
         kv_pool=num_blocks * backend.kv_block_bytes(config, kv_dtype),
         buffers=backend.buffer_bytes(buffers),
-        recurrent=recurrent_bytes(config, slots),
+        recurrent=backend.recurrent_bytes(config, slots),
     )
-    return LoadPlan(limits, num_blocks, slots, kv_dtype, formats, buffers, memory)
+    return LoadPlan(limits, num_blocks, slots, kv_dtype, formats, buffers, memory, joins_shared)
 
 
 def _format_in_memory(

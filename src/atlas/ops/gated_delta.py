@@ -6,6 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.ops.activation import sigmoid, softplus
+from atlas.ops.conv import causal_conv_step
+from atlas.ops.norm import gated_rmsnorm
 from atlas.ops.spec import op
 
 Float = NDArray[np.float32]
@@ -123,3 +125,55 @@ def gated_delta_prefill(
     On the CPU also in the same order: bitwise the step form, for every split of a prompt.
     """
     _recur(qkv, a, b, decay_log, dt_bias, slots, cu_rows, states, out)
+
+
+@op
+def gated_delta_mixer_step(
+    qkv: Float,
+    gate: Float,
+    a: Float,
+    b: Float,
+    conv_weight: Float,
+    norm_weight: Float,
+    norm_eps: float,
+    decay_log: Float,
+    dt_bias: Float,
+    slots: Int,
+    cu_rows: Int,
+    positions: Int,
+    *,
+    states: Float,
+    tails: Float,
+    convolved: Float,
+    recurred: Float,
+    out: Float,
+) -> None:
+    """All that lies between a layer's input and output products, for step rows.
+
+    :func:`~atlas.ops.conv.causal_conv_step` without a bias, :func:`gated_delta_step`, and
+    :func:`~atlas.ops.norm.gated_rmsnorm` of each head, the norm first.
+
+    Parameters
+    ----------
+    qkv : float32 [T, C]
+        Before the convolution, C = 2·HK·K + HV·V. Rows may be strided; so for ``gate``, a and b.
+    gate : float32 [T, HV·V]
+    conv_weight : float32 [W, C]
+    norm_weight : float32 [V]
+    norm_eps : float
+    tails : float32 [S, W − 1, C]
+        Updated.
+    convolved, recurred : float32 [T, C], [T, HV·V]
+        Scratch for backends that do not fuse; rows may be strided.
+    out : float32 [T, HV·V]
+        Written; rows may be strided.
+
+    The others are those of :func:`gated_delta_step`.
+    """
+    causal_conv_step(qkv, conv_weight, None, slots, cu_rows, positions, tails=tails, out=convolved)
+    heads = (len(recurred), states.shape[1], states.shape[3])
+    gated_delta_step(
+        convolved, a, b, decay_log, dt_bias, slots, cu_rows, positions,
+        states=states, out=recurred.reshape(heads, copy=False),
+    )  # fmt: skip
+    gated_rmsnorm(recurred, gate, norm_weight, norm_eps, states.shape[3], True, out=out)

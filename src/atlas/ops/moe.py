@@ -27,6 +27,7 @@ def moe_route(
     scale: float = 1.0,
     num_groups: int = 1,
     top_groups: int = 1,
+    shared: Float | None = None,
     *,
     ids: Int,
     weights: Float,
@@ -48,6 +49,9 @@ def moe_route(
     num_groups, top_groups : int
         Only experts of the ``top_groups`` best of ``num_groups`` equal groups may be chosen. A
         group's worth is the sum of its two greatest (biased) probabilities; lower group on ties.
+    shared : float32 [T, 1], optional
+        With it the last of the X choices is the shared expert, of id E, and its weight the sigmoid
+        of this; the others are chosen as without it.
     ids : int32 [T, X]
         Written: the X experts of greatest (biased) probability, greatest first, lower id first on
         ties.
@@ -72,6 +76,9 @@ def moe_route(
         allowed = np.zeros(worth.shape, np.bool_)
         np.put_along_axis(allowed, best, True, axis=-1)
         choice = np.where(allowed[..., None], groups, -np.inf).reshape(choice.shape)
+    if shared is not None:
+        ids[:, -1], weights[:, -1:] = scores.shape[1], sigmoid(shared)
+        ids, weights = ids[:, :-1], weights[:, :-1]
     ids[...] = np.argsort(-choice, axis=-1, kind="stable")[:, : ids.shape[1]]
     chosen = np.take_along_axis(probabilities, ids.astype(np.int64), axis=-1)
     if normalize:
@@ -87,6 +94,8 @@ def moe_experts(
     ids: Int,
     weights: Float,
     activation: str,
+    shared_gate_up: HostMatrix | None = None,
+    shared_down: HostMatrix | None = None,
     *,
     expert_gate_up: Float,
     expert_activated: Float,
@@ -106,6 +115,8 @@ def moe_experts(
         As :func:`moe_route` leaves them.
     activation : {"silu", "gelu_tanh", "relu_squared"}
         With ``relu_squared`` the experts have no gate: ``gate_up`` [E · F, D] holds their ``up``.
+    shared_gate_up, shared_down : matrix [2F, D] and [D, F], optional
+        The expert of id E.
     expert_gate_up, expert_activated, expert_out : float32 [T, X, 2F], [T, X, F], [T, X, D]
         Scratch.
     out : float32 [T, D]
@@ -119,18 +130,20 @@ def moe_experts(
     pairs = rows * top_k
     activated = expert_activated.reshape(pairs, inner)
     if activation == "relu_squared":
-        moe_linear(x[:, None], gate_up, ids, out=expert_activated)
+        moe_linear(x[:, None], gate_up, ids, shared_gate_up, out=expert_activated)
         relu_squared(activated, out=activated)
     else:
         gate = silu_and_mul if activation == "silu" else gelu_tanh_and_mul
-        moe_linear(x[:, None], gate_up, ids, out=expert_gate_up)
+        moe_linear(x[:, None], gate_up, ids, shared_gate_up, out=expert_gate_up)
         gate(expert_gate_up.reshape(pairs, -1), out=activated)
-    moe_linear(expert_activated, down, ids, out=expert_out)
+    moe_linear(expert_activated, down, ids, shared_down, out=expert_out)
     moe_combine(expert_out, weights, out=out)
 
 
-def moe_linear(x: Float, weight: HostMatrix, ids: Int, *, out: Float) -> None:
-    """out[t, j] = x[t, j] · W[ids[t, j]]ᵀ.
+def moe_linear(
+    x: Float, weight: HostMatrix, ids: Int, shared: HostMatrix | None = None, *, out: Float
+) -> None:
+    """out[t, j] = x[t, j] · W[ids[t, j]]ᵀ, W[E] = ``shared``.
 
     Parameters
     ----------
@@ -145,7 +158,10 @@ def moe_linear(x: Float, weight: HostMatrix, ids: Int, *, out: Float) -> None:
     rows = out.shape[2]
     for t in range(ids.shape[0]):
         for j in range(ids.shape[1]):
-            expert = weight.row_slice(ids[t, j] * rows, (ids[t, j] + 1) * rows)
+            if shared is not None and ids[t, j] * rows == weight.rows:
+                expert = shared
+            else:
+                expert = weight.row_slice(ids[t, j] * rows, (ids[t, j] + 1) * rows)
             out[t, j] = product(x[t, min(j, x.shape[1] - 1)][None], expert)[0]
 
 

@@ -334,7 +334,11 @@ def _run(name: str, definition: Callable[..., Any], given: dict[str, Any]) -> No
         definition(**values)
         values["out"][ids < 0] = 0
     else:
-        if "slots" in values:  # padding rows come last
+        if {"states", "tails"} & set(values):  # sequences of nobody come last
+            real = int((values["slots"] >= 0).sum())
+            values["slots"] = values["slots"][:real]
+            values["cu_rows"] = values["cu_rows"][: real + 1]
+        elif "slots" in values:  # padding rows come last
             real = int((values["slots"] >= 0).sum())
             for key in ("q", "k", "v", "slots", "positions", "out"):
                 if key in values:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,11 @@ from atlas.backends.cpu.pack import LANES, packed_format, tile_bytes
 from atlas.backends.cpu.runtime import CpuRuntime
 from atlas.backends.cpu.target import simd_level
 from atlas.cache.kv import kv_block_bytes
+from atlas.cache.recurrent import recurrent_bytes
 from atlas.model import memory
 
 if TYPE_CHECKING:
+    from atlas.cache.recurrent import SlotCounts
     from atlas.config import ModelConfig
 
 
@@ -50,6 +52,12 @@ class CpuBackend:
 
     def kv_block_bytes(self, config: ModelConfig, kv_dtype: str) -> int:
         return kv_block_bytes(config, kv_dtype)
+
+    def recurrent_bytes(self, config: ModelConfig, counts: SlotCounts) -> int:
+        return recurrent_bytes(config, counts)
+
+    def joins_shared_expert(self, config: ModelConfig, formats: Mapping[str, str]) -> bool:
+        return False
 
     def buffer_bytes(self, shapes: Shapes) -> int:
         return sum(4 * prod(shape) for shape in shapes.values())

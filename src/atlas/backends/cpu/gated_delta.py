@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from atlas.backends.cpu.conv import causal_conv_step
 from atlas.backends.cpu.device import Args, Array, Queue, address, float_bits
+from atlas.backends.cpu.norm import gated_rmsnorm
 from atlas.errors import ShapeError
 from atlas.ops.check import match_dims, match_sequences, require_contiguous, require_rows
 from atlas.ops.gated_delta import NORM_EPS
@@ -52,3 +54,32 @@ def gated_delta_step(
 
 
 gated_delta_prefill = gated_delta_step  # one order for both kinds of rows
+
+
+def gated_delta_mixer_step(
+    queue: Queue,
+    qkv: Array,
+    gate: Array,
+    a: Array,
+    b: Array,
+    conv_weight: Array,
+    norm_weight: Array,
+    norm_eps: float,
+    decay_log: Array,
+    dt_bias: Array,
+    slots: Array,
+    cu_rows: Array,
+    positions: Array,
+    *,
+    states: Array,
+    tails: Array,
+    convolved: Array,
+    recurred: Array,
+    out: Array,
+) -> None:
+    rows = slots, cu_rows, positions
+    causal_conv_step(queue, qkv, conv_weight, None, *rows, tails=tails, out=convolved)
+    value_heads, value_dim = states.shape[1], states.shape[3]
+    heads = recurred.reshape(len(recurred), value_heads, value_dim, copy=False)
+    gated_delta_step(queue, convolved, a, b, decay_log, dt_bias, *rows, states=states, out=heads)
+    gated_rmsnorm(queue, recurred, gate, norm_weight, norm_eps, value_dim, True, out=out)

@@ -6,7 +6,7 @@ from atlas.backends.cpu.activation import gelu_tanh_and_mul, relu_squared, silu_
 from atlas.backends.cpu.device import Args, Array, Queue, address, float_bits
 from atlas.backends.cpu.linear import activation_stride, activations
 from atlas.backends.cpu.pack import PackedMatrix
-from atlas.errors import ShapeError
+from atlas.errors import CapabilityError, ShapeError
 from atlas.ops.check import match_dims, require_contiguous
 from atlas.ops.moe import SCORINGS, Scoring
 
@@ -20,10 +20,12 @@ def moe_route(
     scale: float = 1.0,
     num_groups: int = 1,
     top_groups: int = 1,
+    shared: Array | None = None,
     *,
     ids: Array,
     weights: Array,
 ) -> None:
+    _require_apart(shared)
     sizes = match_dims("T E", scores, "T X", weights, dtype="float32")
     match_dims(f"{sizes['T']} {sizes['X']}", ids, dtype="int32")
     experts = sizes["E"]
@@ -56,12 +58,15 @@ def moe_experts(
     ids: Array,
     weights: Array,
     activation: str,
+    shared_gate_up: PackedMatrix | None = None,
+    shared_down: PackedMatrix | None = None,
     *,
     expert_gate_up: Array,
     expert_activated: Array,
     expert_out: Array,
     out: Array,
 ) -> None:
+    _require_apart(shared_gate_up)
     gates = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
     rows, top_k, inner = expert_activated.shape
     activated = expert_activated.reshape(rows * top_k, inner)
@@ -74,6 +79,11 @@ def moe_experts(
         gates[activation](queue, both, out=activated)
     moe_linear(queue, expert_activated, down, ids, out=expert_out)
     moe_combine(queue, expert_out, weights, out=out)
+
+
+def _require_apart(shared: object) -> None:
+    if shared is not None:
+        raise CapabilityError("a shared expert among the others; allowed on the CPU: apart")
 
 
 def moe_linear(queue: Queue, x: Array, weight: PackedMatrix, ids: Array, *, out: Array) -> None:

@@ -41,6 +41,8 @@ class CpuRuntime:
         The vocabulary bound to a queue that runs at once.
     recurrence_chunk : int
         Positions at whose multiples a prompt with recurrent layers may be split; 1: anywhere.
+    has_two_phases : bool
+        Whether a prompt can run layer by layer, each recurrence over all of it at once.
     """
 
     name = "cpu"
@@ -55,6 +57,7 @@ class CpuRuntime:
     samples = False  # tokens other than the greedy ones are the samplers' choice
     gains_by_feed = False  # a step runs in the thread that plans the next one
     recurrence_chunk = 1
+    has_two_phases = True
 
     def __init__(self, threads: int, on_compile: Callable[[str], None] | None = None) -> None:
         self.device = CpuDevice(threads, on_compile)

@@ -33,6 +33,33 @@ def gelu_tanh_and_mul(queue: Queue, gate_up: DeviceArray, *, out: DeviceArray) -
     _gated(queue, "gelu_tanh_and_mul", gate_up, out)
 
 
+def relu_squared(queue: Queue, x: DeviceArray, *, out: DeviceArray) -> None:
+    sizes = match_dims("T F", x, "T F", out)
+    type, suffix = activation_type(x, out), row_suffix(sizes["F"], _WIDTH, x, out)
+    args = (x, out, sizes["F"], x.strides[0], out.strides[0])
+    queue.launch(f"relu_squared_{type}{suffix}", _grid(sizes["T"], sizes["F"], suffix), args)
+
+
+def sigmoid_gate(queue: Queue, x: DeviceArray, gate: DeviceArray, *, out: DeviceArray) -> None:
+    sizes = match_dims("T D", x, "T G", gate, "T D", out)
+    dim = sizes["D"]
+    if sizes["G"] not in (1, dim):
+        raise ShapeError(f"gate has {sizes['G']} columns; allowed: 1 or {dim}")
+    name, vectors = "row_gate", [x, out]
+    if sizes["G"] == dim > 1:
+        name, vectors = "sigmoid_gate", [x, gate, out]
+    type, suffix = activation_type(x, gate, out), row_suffix(dim, _WIDTH, *vectors)
+    args = (x, gate, out, dim, x.strides[0], gate.strides[0], out.strides[0])
+    queue.launch(f"{name}_{type}{suffix}", _grid(sizes["T"], dim, suffix), args)
+
+
+def zero(queue: Queue, *, out: DeviceArray) -> None:
+    rows, dim = match_dims("T D", out).values()
+    suffix = row_suffix(dim, _WIDTH, out)
+    name = f"zero_{activation_type(out)}{suffix}"
+    queue.launch(name, _grid(rows, dim, suffix), (out, dim, out.strides[0]))
+
+
 def add(queue: Queue, x: DeviceArray, y: DeviceArray, *, out: DeviceArray) -> None:
     sizes = match_dims("T D", x, "T D", y, "T D", out)
     type, suffix = activation_type(x, y, out), row_suffix(sizes["D"], _WIDTH, x, y, out)

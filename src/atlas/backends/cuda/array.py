@@ -123,14 +123,16 @@ class DeviceArray:
             self.owner,
         )
 
-    def reshape(self, *shape: int, copy: bool = False) -> DeviceArray:
+    def reshape(self, *sizes: int | tuple[int, ...], copy: bool = False) -> DeviceArray:
         """The same elements in another shape; ShapeError where that would take a copy."""
+        given: Any = sizes[0] if isinstance(sizes[0], tuple) else sizes
+        shape: tuple[int, ...] = tuple(given)
         if copy:
             raise ShapeError("a device array is reshaped without a copy; pass copy=False")
         if math.prod(shape) != self.size:
             raise ShapeError(f"{self.shape} does not reshape to {shape}")
         strides = _reshaped_strides(self, shape)
-        return DeviceArray(self.address, tuple(shape), self.dtype, strides, self.owner)
+        return DeviceArray(self.address, shape, self.dtype, strides, self.owner)
 
     def view(self, dtype: str) -> DeviceArray:
         """The same bytes as elements of another type of the same size."""

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from atlas_kernels.attention_plan import STEP_DIMS
-
 from atlas.backends.backend import Shapes
 from atlas.backends.cuda.buffers import buffer_bytes
-from atlas.backends.cuda.check import require
 from atlas.backends.cuda.device import CudaDevice
 from atlas.backends.cuda.loading import Loader
 from atlas.backends.cuda.memory import aligned
+from atlas.backends.cuda.offers import joins_shared_expert, require_support
 from atlas.backends.cuda.pack import MatrixLayout, layout
 from atlas.backends.cuda.pools import pool_bytes
+from atlas.backends.cuda.recurrent_pools import recurrent_pool_bytes
 from atlas.backends.cuda.runtime import SCRATCH_BYTES, ZEROED_BYTES, CudaRuntime
 
 if TYPE_CHECKING:
+    from atlas.cache.recurrent import SlotCounts
     from atlas.config import ModelConfig
 
 RESERVE_BYTES = 512 << 20
@@ -55,13 +55,7 @@ class CudaBackend:
         self._device: CudaDevice | None = None
 
     def require_support(self, config: ModelConfig) -> None:
-        kinds = ", ".join(sorted(set(config.layer_kinds)))
-        require(not config.recurrent_layers, "the layers' kinds", kinds, "attention")
-        sizes = ", ".join(map(str, STEP_DIMS))
-        require(config.head_dim in STEP_DIMS, "head_dim", config.head_dim, sizes)
-        if config.moe is not None:
-            activation = config.activation
-            require(activation == "silu", "the experts' activation", activation, "silu")
+        require_support(config)
 
     def matrix_format(self, format: str, cols: int, groups: int) -> str:
         return layout([_Stored(format, groups, cols)], groups).format
@@ -80,6 +74,12 @@ class CudaBackend:
 
     def kv_block_bytes(self, config: ModelConfig, kv_dtype: str) -> int:
         return pool_bytes(config, 1)
+
+    def recurrent_bytes(self, config: ModelConfig, counts: SlotCounts) -> int:
+        return recurrent_pool_bytes(config, counts)
+
+    def joins_shared_expert(self, config: ModelConfig, formats: Mapping[str, str]) -> bool:
+        return joins_shared_expert(config, formats)
 
     def buffer_bytes(self, shapes: Shapes) -> int:
         workspace = aligned(SCRATCH_BYTES) + aligned(ZEROED_BYTES)

@@ -19,7 +19,7 @@ from atlas.layers.step import INPUTS
 if TYPE_CHECKING:
     from atlas.backends.cuda.device import CudaDevice
 
-_FLOAT32 = ("router", "expert_weights", "logits")
+_FLOAT32 = ("router", "expert_weights", "convolved", "recurred", "logits")
 _ROW_ALIGNMENT = 16  # bytes: rows are read and written by vectors of this size
 
 

@@ -30,15 +30,26 @@ def embedding(
 
 
 def gather_rows(queue: Queue, x: DeviceArray, rows: DeviceArray, *, out: DeviceArray) -> None:
+    match_dims("T D", x, f"{len(rows)} D", out)
+    _move_rows(queue, "gather_rows", x, rows, out)
+
+
+def scatter_rows(queue: Queue, x: DeviceArray, rows: DeviceArray, *, out: DeviceArray) -> None:
+    match_dims(f"{len(rows)} D", x, "T D", out)
+    _move_rows(queue, "scatter_rows", x, rows, out)
+
+
+def _move_rows(
+    queue: Queue, name: str, x: DeviceArray, rows: DeviceArray, out: DeviceArray
+) -> None:
     match("int32", "L", rows)
-    sizes = match_dims("T D", x, f"{len(rows)} D", out)
     if x.dtype != out.dtype:
         raise ShapeError(f"x is {x.dtype}, out is {out.dtype}; allowed: one type")
-    row_bytes = sizes["D"] * x.itemsize
+    row_bytes = x.shape[1] * x.itemsize
     numbers = (x.address, out.address, x.strides[0], out.strides[0], row_bytes)
     piece = next((size for size in (16, 4, 2) if not any(n % size for n in numbers)), 0)
     if piece == 0:
         raise ShapeError(f"rows of {x} and {out} must lie at multiples of 2 bytes")
     args = (x, rows, out, row_bytes, x.strides[0], out.strides[0])
     grid = (len(rows), -(-row_bytes // (piece * _THREADS)))
-    queue.launch(f"gather_rows_b{8 * piece}", grid, args)
+    queue.launch(f"{name}_b{8 * piece}", grid, args)

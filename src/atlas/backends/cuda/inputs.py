@@ -22,11 +22,11 @@ _ALIGNMENT = 64
 PADDING_TOKEN = -1
 """The embedding of a padding row is zeros."""
 PADDING_SLOT = -1
-"""Nothing is stored for a padding row."""
+"""Nothing is stored for a padding row, and a padding sequence has no state."""
 
 
 _ROWS = {"token_ids": PADDING_TOKEN, "positions": 0, "slots": PADDING_SLOT}
-_SEQUENCES = ("block_tables",)
+_SEQUENCES = {"block_tables": 0, "state_slots": PADDING_SLOT}
 
 
 def _move(array: Ints, first: int, end: int, distance: int, value: int) -> None:
@@ -100,18 +100,19 @@ class InputRegion:
         arrays = self.arrays
         more_rows = padded.step_rows - shape.step_rows
         more_seqs = padded.step_seqs - shape.step_seqs
+        end, end_seq = shape.rows, shape.seqs
         if shape.rows > shape.step_rows:
             for name, value in _ROWS.items():
                 _move(getattr(arrays, name), shape.step_rows, shape.rows, more_rows, value)
-            for name in _SEQUENCES:
-                _move(getattr(arrays, name), shape.step_seqs, shape.seqs, more_seqs, 0)
+            for name, value in _SEQUENCES.items():
+                _move(getattr(arrays, name), shape.step_seqs, shape.seqs, more_seqs, value)
             wanted = arrays.logits_rows[: shape.logits]
             wanted[wanted >= shape.step_rows] += more_rows
-            end = shape.rows + more_rows
-        else:
-            end = shape.rows
+            end, end_seq = end + more_rows, end_seq + more_seqs
         for name, value in _ROWS.items():
             getattr(arrays, name)[end : padded.rows] = value
+        arrays.kept_rows[shape.step_rows : padded.step_rows] = PADDING_SLOT
+        arrays.state_slots[end_seq : padded.seqs] = PADDING_SLOT
         arrays.cu_rows[shape.step_seqs + 1 : padded.seqs + 1] = shape.step_rows
         prompts = shape.seqs - shape.step_seqs
         last = shape.rows - shape.step_rows

@@ -6,11 +6,19 @@ more rows are sorted by expert first. Both sum in one order.
 
 from __future__ import annotations
 
-from atlas_kernels.moe_plan import COLUMNS, GROUPED_TILES, decode_variant, grouped_variant
+from atlas_kernels.moe_plan import (
+    COLUMNS,
+    DOWN_TILES,
+    GATE_UP_TILES,
+    GROUPED_TILES,
+    decode_variant,
+    grouped_variant,
+    route_variant,
+)
 
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import Args, is_aligned, match, require
-from atlas.backends.cuda.launch import Queue
+from atlas.backends.cuda.launch import Argument, Queue
 from atlas.backends.cuda.pack import DeviceMatrix
 from atlas.errors import ShapeError
 
@@ -30,6 +38,7 @@ def moe_route(
     scale: float = 1.0,
     num_groups: int = 1,
     top_groups: int = 1,
+    shared: DeviceArray | None = None,
     *,
     ids: DeviceArray,
     weights: DeviceArray,
@@ -37,16 +46,22 @@ def moe_route(
     sizes = match("float32", "T E", scores, "T X", weights)
     match("int32", f"{sizes['T']} {sizes['X']}", ids)
     _require_contiguous(ids=ids, weights=weights)
-    require(sizes["E"] <= _MOST_EXPERTS, "experts", sizes["E"], f"up to {_MOST_EXPERTS}")
+    variant = route_variant(sizes["E"])
+    require(variant is not None, "experts", sizes["E"], f"up to {_MOST_EXPERTS}")
     require(sizes["X"] <= _MOST_CHOICES, "experts a row", sizes["X"], f"up to {_MOST_CHOICES}")
     if bias is not None:
         match("float32", f"{sizes['E']}", bias)
         require(scoring == "sigmoid", "the scoring beside a selection bias", scoring, "sigmoid")
     require(top_groups == num_groups, "groups of experts", f"{top_groups} of {num_groups}", "all")
-    args: Args = (scores, 0 if bias is None else bias, 0, 0, ids, weights)
-    args += (sizes["E"], sizes["X"], sizes["X"], int(scoring == "sigmoid"), int(normalize))
-    args += (_EPSILON, scale, scores.strides[0], 0)
-    queue.launch("moe_route", (sizes["T"], 1), args)
+    top_k = sizes["X"]
+    last: Args = (0, 0)
+    if shared is not None:
+        match("float32", f"{sizes['T']} 1", shared)
+        top_k, last = top_k - 1, (shared, shared.strides[0])
+    args: Args = (scores, 0 if bias is None else bias, last[0], 0, ids, weights)
+    args += (sizes["E"], top_k, sizes["X"], int(scoring == "sigmoid"), int(normalize))
+    args += (_EPSILON, scale, scores.strides[0], last[1])
+    queue.launch(f"moe_route_{variant}", (sizes["T"], 1), args)
 
 
 def moe_experts(
@@ -57,6 +72,8 @@ def moe_experts(
     ids: DeviceArray,
     weights: DeviceArray,
     activation: str,
+    shared_gate_up: DeviceMatrix | None = None,
+    shared_down: DeviceMatrix | None = None,
     *,
     expert_gate_up: DeviceArray,
     expert_activated: DeviceArray,
@@ -79,26 +96,37 @@ def moe_experts(
     if not is_aligned(16, x, out):
         raise ShapeError(f"rows of x {x} and out {out} must lie at multiples of 16 bytes")
     act, weight, second = expert_activated, gate_up.data, down.data
+    last_up: Argument = 0
+    last_down: Argument = 0
+    if shared_gate_up is not None and shared_down is not None:
+        shapes = (shared_gate_up.rows, shared_gate_up.cols, shared_down.rows, shared_down.cols)
+        formats = {matrix.format for matrix in (shared_gate_up, shared_down)}
+        if shapes != (2 * inner, dim, dim, inner) or formats != {"bf16"}:
+            raise ShapeError(f"a shared expert {shared_gate_up.layout}; allowed: one as the others")
+        last_up, last_down = shared_gate_up.data, shared_down.data
     variant = None
     if queue.device.capability >= _CLUSTERED:
         variant = decode_variant(rows, dim=dim, inner=inner, slots=slots)
     if variant is not None:
-        args: Args = (weight, 0, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
-        queue.launch(f"moe_gate_up_bf16_{variant}", (queue.device.num_sms, 1), args)
-        args = (second, 0, ids, weights, act, out, out, rows, slots, experts, dim, inner)
-        grid = (min(queue.device.num_sms, dim // COLUMNS), 1)
+        args: Args = (weight, last_up, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
+        blocks = queue.device.num_sms * GATE_UP_TILES[variant].blocks_per_sm
+        queue.launch(f"moe_gate_up_bf16_{variant}", (blocks, 1), args)
+        args = (second, last_down, ids, weights, act, out, out, rows, slots, experts, dim, inner)
+        blocks = queue.device.num_sms * DOWN_TILES[variant].blocks_per_sm
+        grid = (min(blocks, dim // COLUMNS), 1)
         queue.launch(f"moe_down_bf16_{variant}", grid, (*args, *out.strides[:1] * 2))
         return
     variant = grouped_variant(rows, experts=experts, slots=slots)
     tile, pairs = GROUPED_TILES[variant], rows * slots
-    num_tiles = tile.tiles(pairs, experts)
+    groups = experts + (shared_down is not None)
+    num_tiles = tile.tiles(pairs, groups)
     tiles = queue.scratch(num_tiles * _TILE_ENTRY_BYTES + 4 * pairs)
     order = tiles + num_tiles * _TILE_ENTRY_BYTES
-    args = (ids, order, tiles, pairs, experts, tile.rows, num_tiles)
-    queue.launch("moe_sort", (experts, 1), args)
-    args = (weight, 0, x, order, tiles, act, experts, slots, dim, inner, x.strides[0])
+    args = (ids, order, tiles, pairs, groups, tile.rows, num_tiles)
+    queue.launch("moe_sort", (groups, 1), args)
+    args = (weight, last_up, x, order, tiles, act, experts, slots, dim, inner, x.strides[0])
     queue.launch(f"moe_grouped_gate_up_bf16_{variant}", (inner // 64, num_tiles), args)
-    args = (second, 0, act, order, tiles, expert_out, experts, dim, inner)
+    args = (second, last_down, act, order, tiles, expert_out, experts, dim, inner)
     queue.launch(f"moe_grouped_down_bf16_{variant}", (dim // 128, num_tiles), args)
     args = (expert_out, ids, weights, out, out, slots, dim, out.strides[0], out.strides[0])
     queue.launch("moe_combine", (rows, -(-dim // _COMBINE_COLUMNS)), args)

@@ -1,14 +1,43 @@
-"""RMS normalisation: launch."""
+"""RMS normalisation: launches."""
 
 from __future__ import annotations
 
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import Args, activation_type, match, row_suffix
 from atlas.backends.cuda.launch import Queue
+from atlas.errors import ShapeError
 from atlas.ops.check import match_dims
 
 _WIDTH, _HEAD_WIDTH = 8, 2
 _HEADS_PER_BLOCK = 4
+
+
+def gated_rmsnorm(
+    queue: Queue,
+    x: DeviceArray,
+    gate: DeviceArray,
+    weight: DeviceArray,
+    eps: float,
+    group_size: int,
+    norm_first: bool,
+    *,
+    out: DeviceArray,
+) -> None:
+    if x.ndim != 2:
+        raise ShapeError(f"x is {x}; allowed: groups that lie side by side in rows [T, D]")
+    sizes = match_dims("T D", x, "T D", gate, "T D", out, "W", weight)
+    match("float32", "T D", x, "W", weight)
+    groups, rest = divmod(sizes["D"], group_size)
+    if rest or sizes["W"] not in (group_size, sizes["D"]):
+        raise ShapeError(
+            f"groups of {group_size} in rows of {sizes['D']}, weight of {sizes['W']}; allowed: "
+            f"a divisor, weight of group_size or of the row"
+        )
+    variant = activation_type(gate, out) + row_suffix(group_size, _WIDTH, x, gate, out, weight)
+    args: Args = (x, gate, weight, out, groups, group_size, int(norm_first), x.strides[0])
+    args += (gate.strides[0], 0 if sizes["W"] == group_size else 4 * group_size, out.strides[0])
+    grid = (sizes["T"], -(-groups // _HEADS_PER_BLOCK))
+    queue.launch(f"gated_rmsnorm_{variant}", grid, (*args, eps))
 
 
 def rmsnorm(

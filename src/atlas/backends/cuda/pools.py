@@ -22,13 +22,15 @@ _STAGING_BYTES = 4 << 20
 
 
 def pool_bytes(config: ModelConfig, num_blocks: int) -> int:
-    """Bytes of all pools: bfloat16, K and V of every layer."""
+    """Bytes of all pools: bfloat16, K and V of every attention layer."""
     one = 2 * num_blocks * config.num_kv_heads * BLOCK_SIZE * config.head_dim
-    return 2 * config.num_layers * aligned(one)
+    return 2 * len(config.attention_layers) * aligned(one)
 
 
 class CudaKvPools:
-    """``keys[layer]`` and ``values[layer]``: bfloat16 [B, HK, S, K], S tokens a block.
+    """``keys[i]`` and ``values[i]`` of the i-th attention layer: bfloat16 [B, HK, S, K].
+
+    S tokens a block; without attention layers blocks hold nothing.
 
     The host sees blocks as uint16 [HK, S, K]. Copies run on the device's stream, so they follow the
     steps launched before and precede those launched after.
@@ -44,7 +46,7 @@ class CudaKvPools:
         self.block_size = BLOCK_SIZE
         self._part = (config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         shape = (num_blocks, *self._part)
-        layers = range(config.num_layers)
+        layers = config.attention_layers
         # Zeroed: a masked key's weight is 0, and 0 times what memory held before may be NaN.
         self.keys = tuple(self._arena.take(shape, self.dtype, zero=True) for _ in layers)
         self.values = tuple(self._arena.take(shape, self.dtype, zero=True) for _ in layers)

@@ -25,23 +25,26 @@ from atlas.backends.cuda.memory import Arena, Workspace
 from atlas.backends.cuda.pools import CudaKvPools
 from atlas.backends.cuda.products import open_products
 from atlas.backends.cuda.readback import ReadBacks, StepReadBack
+from atlas.backends.cuda.recurrent import CHUNK
+from atlas.backends.cuda.recurrent_pools import CudaRecurrentPools
 from atlas.backends.cuda.sampling import Sampling
 from atlas.backends.cuda.teardown import OwnStream, RecordedStep, Teardown
-from atlas.errors import AtlasError, CapabilityError
-from atlas.layers.network import Network
+from atlas.errors import AtlasError
+from atlas.layers.network import Network, Replay
 from atlas.layers.step import INPUTS, StepBuffers, StepShape
 from atlas.model.records import PADDED_BATCH_SIZES
 from atlas.ops.blocks import HostMatrix
 from atlas.ops.select import bind, implementations, takes_queue
 
 if TYPE_CHECKING:
-    from atlas.cache.recurrent import RecurrentPools, SlotCounts
+    from atlas.cache.recurrent import SlotCounts
     from atlas.config import ModelConfig
     from atlas.model.circuit import ForwardKind
     from atlas.model.step_result import StepResult
     from atlas.sampling_table import Draw
 
 Ints = NDArray[np.int32]
+Sweep = Network | Replay
 SCRATCH_BYTES = 128 << 20
 ZEROED_BYTES = 1 << 20
 _RECORDED = 128  # shapes kept
@@ -69,6 +72,8 @@ class CudaRuntime:
     name = "cuda"
     samples = True
     gains_by_feed = True
+    recurrence_chunk = CHUNK
+    has_two_phases = False  # a prompt's recurrence goes on from piece to piece, with the same bits
     kinds: tuple[ForwardKind, ...] = ("graphed", "eager")
     batch_sizes = PADDED_BATCH_SIZES
     prompt_sizes = PROMPT_SIZES
@@ -82,7 +87,8 @@ class CudaRuntime:
         self.device = device
         self.kind: ForwardKind = "graphed"
         self._teardown = Teardown(device)
-        self._recorded: OrderedDict[StepShape, RecordedStep] = self._teardown.recorded
+        self._recorded: OrderedDict[tuple[object, StepShape], RecordedStep]
+        self._recorded = self._teardown.recorded
         self._regions: list[InputRegion] = []
         self._turn = 0
         # An engine that is dropped gives its memory back too; at exit the process does.
@@ -133,13 +139,12 @@ class CudaRuntime:
         pools: CudaKvPools = self._own(CudaKvPools(self.device, config, num_blocks))
         return pools
 
-    def recurrent_pools(self, config: ModelConfig, counts: SlotCounts) -> RecurrentPools | None:
-        """The pools of recurrent state; None without recurrent layers."""
-        if config.recurrent_layers:
-            raise CapabilityError(
-                f"{config.architecture} has recurrent layers, which run on the device 'cpu' only"
-            )
-        return None
+    def recurrent_pools(self, config: ModelConfig, counts: SlotCounts) -> CudaRecurrentPools | None:
+        """The pools of recurrent state, zeroed; None without recurrent layers."""
+        if not config.recurrent_layers:
+            return None
+        pools: CudaRecurrentPools = self._own(CudaRecurrentPools(self.device, config, counts))
+        return pools
 
     def buffers(self, shapes: Shapes) -> StepBuffers:
         """A step's buffers, zeroed, with two pinned regions for its integers."""
@@ -181,7 +186,7 @@ class CudaRuntime:
         recordings = {
             shape: self._record(network, buffers, shape)
             for shape in padded
-            if shape not in self._recorded
+            if (network, shape) not in self._recorded
         }
         names = {
             launch.kernel
@@ -191,7 +196,7 @@ class CudaRuntime:
         }
         self.device.kernels.load(sorted(names | {"feed_tokens", *self._sampling.kernels}))
         for shape, recording in recordings.items():
-            self._keep(shape, recording)
+            self._keep(network, shape, recording)
         self.device.synchronize()
 
     # -- steps --------------------------------------------------------------------------------
@@ -227,7 +232,7 @@ class CudaRuntime:
         """Choose these tokens of the next step by their requests' parameters."""
         self._sampling.fill(self._turn, draws)
 
-    def run(self, network: Network, buffers: StepBuffers, shape: StepShape) -> None:
+    def run(self, network: Sweep, buffers: StepBuffers, shape: StepShape) -> None:
         """Put one sweep of ``network`` on the stream; does not wait."""
         device, region, padded = self.device, self._regions[self._turn], self.padded(shape)
         step = self._step(network, buffers, padded)
@@ -251,15 +256,15 @@ class CudaRuntime:
         """Launch one kernel now, on the stream."""
         Queue(self.device, self.workspace).launch(kernel, grid, args)
 
-    def _step(self, network: Network, buffers: StepBuffers, padded: StepShape) -> RecordedStep:
+    def _step(self, network: Sweep, buffers: StepBuffers, padded: StepShape) -> RecordedStep:
         """The launches of a padded shape, recorded at its first use."""
-        step = self._recorded.get(padded)
+        step = self._recorded.get((network, padded))
         if step is None:
-            return self._keep(padded, self._record(network, buffers, padded))
-        self._recorded.move_to_end(padded)
+            return self._keep(network, padded, self._record(network, buffers, padded))
+        self._recorded.move_to_end((network, padded))
         return step
 
-    def _record(self, network: Network, buffers: StepBuffers, padded: StepShape) -> Recording:
+    def _record(self, network: Sweep, buffers: StepBuffers, padded: StepShape) -> Recording:
         recording = Recording()
         ops = bind(self.functions, Queue(self.device, self.workspace, recording))
         views = buffers.view(padded)
@@ -269,11 +274,11 @@ class CudaRuntime:
             ops.argmax(views.logits, out=self._chosen[padded.first_logits : last])
         return recording
 
-    def _keep(self, padded: StepShape, recording: Recording) -> RecordedStep:
+    def _keep(self, network: Sweep, padded: StepShape, recording: Recording) -> RecordedStep:
         step = RecordedStep(recording.compile(self.device))
         if self.kind == "graphed" and padded.rows == padded.step_rows:
             step.graph = CapturedGraph(self.device, step.launches, self._capture_stream)
-        self._recorded[padded] = step
+        self._recorded[network, padded] = step
         if len(self._recorded) > _RECORDED:
             _, oldest = self._recorded.popitem(last=False)
             oldest.close()

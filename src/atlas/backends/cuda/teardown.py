@@ -58,7 +58,7 @@ class Teardown:
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._pid = os.getpid()
-        self.recorded: OrderedDict[StepShape, RecordedStep] = OrderedDict()
+        self.recorded: OrderedDict[tuple[object, StepShape], RecordedStep] = OrderedDict()
         self.parts: list[_Closable] = []
         self._done = False
 
