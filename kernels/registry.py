@@ -43,6 +43,7 @@ MODULES = (
     "sampling",
     "sampling_choose",
     "sampling_score",
+    "state_slots",
 )
 """The files that declare kernels."""
 

@@ -138,8 +138,9 @@ class ModelSsmState(Protocol):
 class RecurrentState(ModelSsmState):
     """Recurrent state in the slots of one set of pools.
 
-    On the CPU a copy is done when a call returns: the asynchronous members are the others under
-    another name, and :meth:`sync_secondary` finds nothing to wait for.
+    A copy is done when a call returns (CPU) or stands on the stream before later steps (CUDA): the
+    asynchronous members are the others under another name, and :meth:`sync_secondary` finds nothing
+    to wait for.
     """
 
     rollback_unsupported = False

@@ -27,7 +27,7 @@ from tests.kernels.launches import decode, encode
 from tests.native.test_cuda_launch import LAUNCH
 
 Array = np.ndarray[Any, Any]
-_KERNELS = ("", "feed_tokens", "cast_f32_bf16", "cast_f16_bf16")
+_KERNELS = ("", "feed_tokens", "cast_f32_bf16", "cast_f16_bf16", "copy_slot")
 
 
 class _Names:
@@ -232,6 +232,8 @@ class HostGpu:
         """The kernels that are launched by name: casts while loading, and ``feed_tokens``."""
         words = [int.from_bytes(ctypes.string_at(pointers[i], 8), "little") for i in range(3)]
         name = _KERNELS[function]
+        if name == "copy_slot":
+            return self._copy_slot(config.contents.grid[0], *words)
         if name.startswith("cast"):
             kind: Any = ctypes.c_uint32 if "f32" in name else ctypes.c_uint16
             bits = np.ctypeslib.as_array((kind * words[2]).from_address(words[0]))
@@ -245,6 +247,16 @@ class HostGpu:
         most = int((-2 - ids[rows]).max(initial=0)) + 1
         chosen = np.ctypeslib.as_array((ctypes.c_int32 * most).from_address(words[1]))
         ids[rows] = chosen[-2 - ids[rows]]
+        return 0
+
+    def _copy_slot(self, num_pools: int, table: int, source: int, target: int) -> int:
+        self.log.append("copy_slot")
+        pools = np.ctypeslib.as_array((ctypes.c_int64 * (2 * num_pools)).from_address(table))
+        for address, size in pools.reshape(-1, 2).tolist():
+            if source >> 31:  # −1
+                ctypes.memset(address + target * size, 0, size)
+            else:
+                ctypes.memmove(address + target * size, address + source * size, size)
         return 0
 
 

@@ -18,6 +18,11 @@ SAMPLED = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.9, seed=5
 LONG = [3 + (11 * i) % 190 for i in range(150)]
 BRANCH = [*LONG[:140], 9, 9]
 PROMPTS = [LONG[:70], [3, 17, 29], LONG[40:103], LONG[:65], [5, 101]]
+TOLERANCE = 0.04
+"""Of logits, relative: weights, activations, KV and the factors of a chunk's products in bfloat16.
+
+With the definitions in place of the kernels, which rounds all but the last, it is 0.016 to 0.020.
+"""
 FAMILIES = ["qwen3_5_moe", "bamba"]
 
 
@@ -156,14 +161,14 @@ def test_a_whole_prompt_in_two_phases_is_a_prefill(cuda: str, folder: Path) -> N
 
 def test_logits_are_near_the_cpu_s(cuda: str, folder: Path) -> None:
     """Weights, activations and KV in bfloat16 against float32, prompt and 8 steps."""
-    assert distance_from_cpu(folder) < 0.03
+    assert distance_from_cpu(folder) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe_apart"])
 def test_dense_layers_and_wide_shared_experts_are_near_the_cpu_s(
     cuda: str, tmp_path: Path, family: str
 ) -> None:
-    assert distance_from_cpu(write_cuda_hybrid(tmp_path / "model", family)) < 0.03
+    assert distance_from_cpu(write_cuda_hybrid(tmp_path / "model", family)) < TOLERANCE
 
 
 def distance_from_cpu(folder: Path) -> float:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.buffers import read_array
+from atlas.backends.cuda.launch import KernelLaunch, Recording
 from atlas.backends.cuda.memory import Arena, aligned
 from atlas.cache.recurrent import SlotCounts, recurrent_shapes
 from atlas.errors import InvalidArgumentError
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from atlas.config import ModelConfig
 
 Array = NDArray[Any]
+_BLOCKS = 32  # thread blocks that share a slot of one pool
+_NOTHING = -1  # what a zeroed slot is copied from
 _ROW_ELEMENTS = 8  # kept inputs are read and written by vectors of 16 bytes
 
 
@@ -26,16 +29,19 @@ def recurrent_pool_bytes(config: ModelConfig, counts: SlotCounts) -> int:
     """Bytes of all arrays."""
     shapes = recurrent_shapes(config, counts)
     total = sum(aligned(4 * prod(s)) for name in ("states", "tails") for s in shapes[name])
+    total += aligned(2 * 2 * 8 * len(shapes["states"]))  # the table of pools
     return total + sum(aligned(2 * rows * _padded(size)) for rows, size in shapes["kept_inputs"])
 
 
 class CudaRecurrentPools:
-    """What ``cache.recurrent.RecurrentPools`` offers, in one arena.
+    """What ``cache.recurrent.RecurrentPools`` offers, in one arena; a copy is one launch.
 
     States and tails are float32, kept inputs bfloat16, as the activations they repeat. Copies run
     on the device's stream: they follow the steps launched before, and precede those launched after.
     The host sees a slot as float32 arrays.
     """
+
+    kernel = "copy_slot"
 
     def __init__(self, device: CudaDevice, config: ModelConfig, counts: SlotCounts) -> None:
         if counts.running < 1:
@@ -51,6 +57,10 @@ class CudaRecurrentPools:
             take((rows, _padded(size)), "bfloat16", zero=True)[:, :size]
             for rows, size in shapes["kept_inputs"]
         )
+        table = np.array([(pool.address, pool[0].nbytes) for pool in self._pools()], np.int64)
+        self._table = take(table.shape, "int64")
+        device.copy_in(self._table.address, table.ctypes.data, table.nbytes)
+        device.synchronize()  # the array may go when this returns
 
     @property
     def slot_bytes(self) -> int:
@@ -64,15 +74,11 @@ class CudaRecurrentPools:
 
     def copy(self, source: int, target: int) -> None:
         """Make slot ``target`` equal to ``source``, all layers."""
-        self._device.enter()
-        for pool in self._pools():
-            self._device.copy(pool[target].address, pool[source].address, pool[source].nbytes)
+        self._launch(source, target)
 
     def zero(self, slot: int) -> None:
         """The state of a sequence that has absorbed nothing."""
-        self._device.enter()
-        for pool in self._pools():
-            self._device.fill(pool[slot].address, pool[slot].nbytes)
+        self._launch(_NOTHING, slot)
 
     def read(self, slot: int) -> list[Array]:
         """Copies of a slot in host memory, layer by layer, state then tail; waits."""
@@ -94,6 +100,12 @@ class CudaRecurrentPools:
     def close(self) -> None:
         """Free the pools; idempotent."""
         self._arena.close()
+
+    def _launch(self, source: int, target: int) -> None:
+        self._device.enter()
+        grid = (len(self._table), _BLOCKS)
+        launch = KernelLaunch(self.kernel, grid, (self._table, source, target))
+        self._device.run(Recording([launch]).compile(self._device))
 
     def _pools(self) -> list[DeviceArray]:
         """Layer by layer, state then tail."""

@@ -91,6 +91,7 @@ class CudaRuntime:
         self._recorded = self._teardown.recorded
         self._regions: list[InputRegion] = []
         self._turn = 0
+        self._by_name = {"feed_tokens"}  # kernels that no list holds
         # An engine that is dropped gives its memory back too; at exit the process does.
         weakref.finalize(self, self._teardown.close).atexit = False
         try:
@@ -144,6 +145,7 @@ class CudaRuntime:
         if not config.recurrent_layers:
             return None
         pools: CudaRecurrentPools = self._own(CudaRecurrentPools(self.device, config, counts))
+        self._by_name.add(pools.kernel)
         return pools
 
     def buffers(self, shapes: Shapes) -> StepBuffers:
@@ -194,7 +196,7 @@ class CudaRuntime:
             for launch in recording.launches
             if isinstance(launch, KernelLaunch)
         }
-        self.device.kernels.load(sorted(names | {"feed_tokens", *self._sampling.kernels}))
+        self.device.kernels.load(sorted(names | self._by_name | set(self._sampling.kernels)))
         for shape, recording in recordings.items():
             self._keep(network, shape, recording)
         self.device.synchronize()
