@@ -18,13 +18,10 @@ from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_math import fma, quotient
 from atlas_kernels.ptx_memory import load_b32
 from atlas_kernels.ptx_warp import block_x, block_y, thread_x
+from atlas_kernels.recurrence_shapes import CONV_THREADS as THREADS
+from atlas_kernels.recurrence_shapes import CONV_TILE as TILE
 from atlas_kernels.registry import kernel
 from atlas_kernels.vector import Access, access
-
-THREADS = 128
-TILE = 32
-TAPS = 4
-"""Taps of the fast form; the other takes any number from 2 on."""
 
 
 def fma_pairs(width: int) -> Any:

@@ -31,16 +31,11 @@ from atlas_kernels.ptx_state import (
     state_store,
 )
 from atlas_kernels.ptx_warp import block_x, block_y, lane_id, shuffle_b32, thread_x
+from atlas_kernels.recurrence_shapes import MAMBA2_THREADS as THREADS
+from atlas_kernels.recurrence_shapes import MAMBA2_VARIANTS as VARIANTS
+from atlas_kernels.recurrence_shapes import MAMBA2_WARPS as WARPS
 from atlas_kernels.registry import kernel
 from atlas_kernels.vector import access
-
-THREADS = 128
-WARPS = THREADS // 32
-VARIANTS = {
-    f"n{size}_{type}": (size, channels, type)
-    for size, channels in ((64, 16), (128, 16), (256, 8))
-    for type in ("bf16", "f32")
-}
 
 
 @device

@@ -12,19 +12,5 @@ library. Files named like those of ``atlas.ops`` compute launches; the others ar
 
 from __future__ import annotations
 
-NOT_OFFERED: frozenset[str] = frozenset(
-    {
-        "causal_conv_prefill",
-        "causal_conv_step",
-        "gated_delta_prefill",
-        "gated_delta_step",
-        "gated_rmsnorm",
-        "mamba2_prefill",
-        "mamba2_step",
-        "relu_squared",
-        "scatter_rows",
-        "sigmoid_gate",
-        "zero",
-    }
-)
+NOT_OFFERED: frozenset[str] = frozenset()
 """Ops without a kernel here; a model that needs one is refused by name when it is loaded."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from atlas_kernels.conv1d import TAPS, THREADS, TILE
+from atlas_kernels.recurrence_shapes import CONV_TAPS as TAPS
+from atlas_kernels.recurrence_shapes import CONV_THREADS as THREADS
+from atlas_kernels.recurrence_shapes import CONV_TILE as TILE
 
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import SHORT, Args, match, row_suffix

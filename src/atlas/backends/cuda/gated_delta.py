@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from atlas_kernels.conv1d import TAPS
+from atlas_kernels.recurrence_shapes import CONV_TAPS as TAPS
 
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import SHORT, Args, is_aligned, match, require

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from atlas_kernels.mamba2_step import VARIANTS, WARPS
+from atlas_kernels.recurrence_shapes import MAMBA2_VARIANTS as VARIANTS
+from atlas_kernels.recurrence_shapes import MAMBA2_WARPS as WARPS
 
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import SHORT, Args, is_aligned, match, require

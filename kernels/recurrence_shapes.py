@@ -1,0 +1,18 @@
+"""Shapes of the recurrent kernels that whoever launches them must know; needs no compiler."""
+
+from __future__ import annotations
+
+CONV_TAPS = 4
+"""Taps of the convolution's fast form; the other takes any number from 2 on."""
+CONV_THREADS = 128
+CONV_TILE = 32
+"""Rows of a sequence that a thread of the convolution takes."""
+
+MAMBA2_THREADS = 128
+MAMBA2_WARPS = MAMBA2_THREADS // 32
+MAMBA2_VARIANTS = {
+    f"n{size}_{type}": (size, channels, type)
+    for size, channels in ((64, 16), (128, 16), (256, 8))
+    for type in ("bf16", "f32")
+}
+"""State size, channels of a warp, type of the rows, by variant of ``mamba2_step``."""
