@@ -55,19 +55,17 @@ documentation together, by a hash of its name) was held out.
 
 ## Figures
 
-On the held-out documentation and code ({held_bytes:.0f} kB), the exported bfloat16 weights in
-float32 arithmetic:
+On the held-out documentation and code ({held_bytes:.0f} kB), with the exported bfloat16
+weights:
 
 | | bits per byte |
 |---|---|
 | **atlas-tiny** | **{bits[model]:.3f}** |
-| documentation only | {bits[docs]:.3f} |
-| code only | {bits[code]:.3f} |
 | interpolated Kneser–Ney 5-gram over the same tokens, same training text | {bits[ngram]:.3f} |
 | `xz -9e` of the held-out text | {bits[xz]:.3f} |
 | `xz -9e` once it has seen the training documentation and code | {bits[xz_after]:.3f} |
 
-The MTP head's argmax for the token after next is the main head's in **{agreement:.1%}** of the
+The MTP head's argmax for the token after next is the main head's in **{mtp_agreement:.1%}** of the
 held-out rows (the acceptance of one greedy draft).
 
 The loss curve is `docs/atlas-tiny-loss.png` of the repository.

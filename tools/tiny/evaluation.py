@@ -14,7 +14,7 @@ from .network import Network
 
 
 class Score(NamedTuple):
-    """What ``score`` measures; two of them add up."""
+    """What ``score`` measures."""
 
     bits: float
     agreed: int  # rows where both heads' argmax is the same token
@@ -23,9 +23,6 @@ class Score(NamedTuple):
     @property
     def agreement(self) -> float:
         return self.agreed / self.rows
-
-    def plus(self, other: Score) -> Score:
-        return Score(self.bits + other.bits, self.agreed + other.agreed, self.rows + other.rows)
 
 
 @torch.no_grad()
