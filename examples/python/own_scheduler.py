@@ -102,7 +102,9 @@ def serve(
 
 
 if __name__ == "__main__":
-    with atlas.Engine(sys.argv[1] if len(sys.argv) > 1 else None) as engine:
+    model_name = sys.argv[1] if len(sys.argv) > 1 else None  # atlas-tiny, in the package
+    # On a GPU the prompts of a hybrid such as atlas-tiny split at multiples of 64 tokens only.
+    with atlas.Engine(model_name, device="cpu") as engine:
         encoded = [engine.tokenizer.encode(prompt) for prompt in PROMPTS]
         outputs = serve(engine.model, encoded, 12, engine.eos_token_ids)
         for prompt, ids in zip(PROMPTS, outputs, strict=True):

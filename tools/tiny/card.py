@@ -68,7 +68,8 @@ weights:
 The MTP head's argmax for the token after next is the main head's in **{mtp_agreement:.1%}** of the
 held-out rows (the acceptance of one greedy draft).
 
-The loss curve is `docs/atlas-tiny-loss.png` of the repository.
+The loss curve is [`docs/atlas-tiny-loss.png`](../../../../docs/atlas-tiny-loss.png) of the
+repository.
 
 ## Samples
 

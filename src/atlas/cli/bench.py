@@ -73,7 +73,10 @@ def bench(
     quiet: bool,
     **_: Any,
 ) -> None:
-    """Measure MODEL (default: atlas-tiny, in the package): medians over the repeats, after one warm-up run."""
+    """Measure MODEL (default: atlas-tiny, in the package).
+
+    Medians over the repeats, after one warm-up run.
+    """
     with load_engine(model, given(context, LOADING_NAMES), quiet=quiet) as engine:
         results: dict[str, Any] = measure(engine, prompt_tokens, gen_tokens, repeats)
         results |= settings(engine)

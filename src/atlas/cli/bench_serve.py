@@ -56,7 +56,9 @@ _LENGTHS = "N|uniform:LOW:HIGH|lognormal:MEDIAN:SIGMA:MAX"
 @quiet_option
 @debug_option
 @click.pass_context
-def serve(context: click.Context, /, model: str | None, as_json: bool, quiet: bool, **_: Any) -> None:
+def serve(
+    context: click.Context, /, model: str | None, as_json: bool, quiet: bool, **_: Any
+) -> None:
     """Measure MODEL (default: atlas-tiny, in the package) under the load of many requests at once.
 
     Times are those of a client: from when a request was due, and between two pieces of its output.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from atlas.request import Delta
     from atlas.sampling import SamplingParams
 
+
 @click.command()
 @click.argument("model", required=False)
 @click.option("--system", metavar="TEXT", help="A system message that stands before all others.")
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 @quiet_option
 @debug_option
 @click.pass_context
-def chat(context: click.Context, /, model: str | None, system: str | None, quiet: bool, **_: Any) -> None:
+def chat(
+    context: click.Context, /, model: str | None, system: str | None, quiet: bool, **_: Any
+) -> None:
     """Talk to MODEL. Each line of input is a message.
 
     A model without a chat template, such as the default, atlas-tiny in the package, continues each

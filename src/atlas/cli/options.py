@@ -85,6 +85,7 @@ def load_engine(model: str | None, loading: Mapping[str, Any], *, quiet: bool) -
     from atlas.engine import Engine
     from atlas.weights.locate import DEFAULT_MODEL
 
+    engine = Engine(model, **loading, quiet=True if quiet else None)
     if model is None and not quiet:
         click.echo(f"no model given: {DEFAULT_MODEL}, the small one in the package", err=True)
-    return Engine(model, **loading, quiet=True if quiet else None)
+    return engine
