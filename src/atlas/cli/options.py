@@ -68,7 +68,7 @@ def stack(options: tuple[Decorator, ...]) -> Decorator:
 
 
 loading_options = stack(_LOADING)
-quiet_option = click.option("--quiet", is_flag=True, help="Show no progress.")
+quiet_option = click.option("--quiet", is_flag=True, help="Show no progress and no notes.")
 
 
 def given(context: click.Context, names: tuple[str, ...]) -> dict[str, Any]:
