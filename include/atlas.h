@@ -193,7 +193,9 @@ static inline void atlas_load_params_init(atlas_load_params *params) {
 }
 
 /* Load `model`: a GGUF file, a Hugging Face folder, a Hub id in the local cache, or a short name.
- * `params` may be NULL.  Two engines of the same file and weight options share the weights. */
+ * NULL is atlas-tiny, the small model in the package (a bundle has it if it was written so).  An empty
+ * text is ATLAS_ERROR_MODEL_FILE.  `params` may be NULL.  Two engines of the same file and weight
+ * options share the weights. */
 ATLAS_API atlas_status atlas_engine_load(const char *model, const atlas_load_params *params,
                                          atlas_engine **engine);
 
@@ -253,8 +255,8 @@ enum {
     ATLAS_NO_GENERATION_PROMPT = 16 /* chat: do not open the assistant's turn */
 };
 
-/* The tokenizer of a model on disk, without its weights, or of an engine.  Usable after the engine
- * was freed.  ATLAS_ERROR_TOKENIZER: the model came without one. */
+/* The tokenizer of a model on disk (NULL as in atlas_engine_load), without its weights, or of an
+ * engine.  Usable after the engine was freed.  ATLAS_ERROR_TOKENIZER: the model came without one. */
 ATLAS_API atlas_status atlas_tokenizer_load(const char *model, atlas_tokenizer **tokenizer);
 ATLAS_API atlas_status atlas_engine_get_tokenizer(atlas_engine *engine, atlas_tokenizer **tokenizer);
 ATLAS_API atlas_status atlas_tokenizer_free(atlas_tokenizer *tokenizer);

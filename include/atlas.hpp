@@ -218,15 +218,18 @@ public:
     }
 };
 
+/* A null `model` is atlas-tiny, the model in the package. */
 class engine : public owner<atlas_engine, atlas_engine_free> {
 public:
-    explicit engine(const std::string &model) { check(atlas_engine_load(model.c_str(), nullptr, out())); }
-    engine(const std::string &model, const load_options &options) {
+    explicit engine(const char *model) { check(atlas_engine_load(model, nullptr, out())); }
+    explicit engine(const std::string &model) : engine(model.c_str()) {}
+    engine(const char *model, const load_options &options) {
         atlas_load_params params;
         atlas_load_params_init(&params);
         params.options = options.native();
-        check(atlas_engine_load(model.c_str(), &params, out()));
+        check(atlas_engine_load(model, &params, out()));
     }
+    engine(const std::string &model, const load_options &options) : engine(model.c_str(), options) {}
     atlas_engine_info info() const {
         atlas_engine_info values;
         atlas_engine_info_init(&values);

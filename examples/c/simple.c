@@ -1,10 +1,13 @@
 /* Load a model, encode a prompt, prefill, decode greedily, print.
  *
  *     simple MODEL PROMPT [MAX_TOKENS]
+ *
+ * A MODEL of - is atlas-tiny, which is in the package.
  */
 #include <atlas.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #define TRY(call)                                                                \
     do {                                                                         \
@@ -33,7 +36,7 @@ int main(int argc, char **argv) {
     atlas_engine *engine;
     atlas_tokenizer *tokenizer;
     atlas_detokenizer *detokenizer;
-    TRY(atlas_engine_load(argv[1], NULL, &engine));
+    TRY(atlas_engine_load(strcmp(argv[1], "-") ? argv[1] : NULL, NULL, &engine));
     TRY(atlas_engine_get_tokenizer(engine, &tokenizer));
     TRY(atlas_detokenizer_create(tokenizer, ATLAS_SKIP_SPECIAL | ATLAS_CONTINUES, &detokenizer));
 

@@ -2,12 +2,15 @@
  * their requests together. Each prompt gets the tokens that it would get alone.
  *
  *     threads MODEL PROMPT [PROMPT ...]
+ *
+ * A MODEL of - is atlas-tiny, which is in the package.
  */
 #include <atlas.h>
 #include <poll.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { MAX_REQUESTS = 64, MAX_TOKENS = 128 };
 
@@ -71,7 +74,7 @@ int main(int argc, char **argv) {
         return 2;
     }
     atlas_engine *engine;
-    TRY(atlas_engine_load(argv[1], NULL, &engine));
+    TRY(atlas_engine_load(strcmp(argv[1], "-") ? argv[1] : NULL, NULL, &engine));
     TRY(atlas_engine_start(engine));
 
     static work works[MAX_REQUESTS];

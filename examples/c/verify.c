@@ -2,6 +2,8 @@
  * weights checks them all. The tokens are those of plain greedy decoding, bit for bit.
  *
  *     verify MODEL PROMPT [MAX_TOKENS]
+ *
+ * A MODEL of - is atlas-tiny, which is in the package.
  */
 #include <atlas.h>
 #include <stdio.h>
@@ -43,7 +45,7 @@ int main(int argc, char **argv) {
     atlas_tokenizer *tokenizer;
     atlas_sequence *sequence;
     atlas_logits *logits = NULL;
-    TRY(atlas_engine_load(argv[1], NULL, &engine));
+    TRY(atlas_engine_load(strcmp(argv[1], "-") ? argv[1] : NULL, NULL, &engine));
     TRY(atlas_engine_get_tokenizer(engine, &tokenizer));
     TRY(atlas_sequence_create(engine, 0, &sequence));
 

@@ -16,7 +16,7 @@ from atlas.model import Model
 from atlas.model.records import PrefillSlice
 from atlas.model.sequence import SequenceState
 
-PROMPTS = ["The capital of France is", "Once upon a time", "Two plus two is", "To make bread,"]
+PROMPTS = ["This module provides", "To open a file,", "Return a new list", "def read_file(path):"]
 ARRIVE_EVERY = 3  # steps between one prompt and the next
 WINDOW = 4  # prompt tokens of one sequence in a step
 PREFILLS = 2  # prompts in a step
@@ -102,7 +102,9 @@ def serve(
 
 
 if __name__ == "__main__":
-    with atlas.Engine(sys.argv[1] if len(sys.argv) > 1 else "smollm2") as engine:
+    model_name = sys.argv[1] if len(sys.argv) > 1 else None  # atlas-tiny, in the package
+    # On a GPU the prompts of a hybrid such as atlas-tiny split at multiples of 64 tokens only.
+    with atlas.Engine(model_name, device="cpu") as engine:
         encoded = [engine.tokenizer.encode(prompt) for prompt in PROMPTS]
         outputs = serve(engine.model, encoded, 12, engine.eos_token_ids)
         for prompt, ids in zip(PROMPTS, outputs, strict=True):

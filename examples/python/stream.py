@@ -7,13 +7,11 @@ import sys
 
 import atlas
 
-model = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
+model = sys.argv[1] if len(sys.argv) > 1 else None  # atlas-tiny, in the package
 sentences = 0
 
 with atlas.Engine(model) as engine:
-    for delta in engine.stream(
-        "The history of computing began", atlas.SamplingParams(max_tokens=200)
-    ):
+    for delta in engine.stream("To open a file,", atlas.SamplingParams(max_tokens=200)):
         print(delta.text, end="", flush=True)
         sentences += delta.text.count(".")
         if sentences == 2:
@@ -21,4 +19,4 @@ with atlas.Engine(model) as engine:
     print()
 
     # The engine is free for the next request at once.
-    print(engine.generate("Two plus two is", atlas.SamplingParams(max_tokens=4)).text)
+    print(engine.generate("def main():", atlas.SamplingParams(max_tokens=12)).text)

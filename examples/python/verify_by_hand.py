@@ -12,11 +12,11 @@ import numpy as np
 
 import atlas
 
-model_name = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
+model_name = sys.argv[1] if len(sys.argv) > 1 else None  # atlas-tiny, in the package
 
 with atlas.Engine(model_name) as engine:
     model, tokenizer = engine.model, engine.tokenizer
-    prompt = tokenizer.encode("The quick brown fox")
+    prompt = tokenizer.encode("The quick start ")
 
     # One token at a time.
     serial = model.lifecycle.alloc_sequence()

@@ -1,7 +1,7 @@
 """An HTTP server for one engine, on asyncio alone.
 
     python examples/serving/asyncio_http.py [MODEL] [--host HOST] [--port PORT]
-    curl -N localhost:8000/generate -d '{"prompt": "Once upon a time", "stream": true}'
+    curl -N localhost:8000/generate -d '{"prompt": "This module provides", "stream": true}'
 
 `POST /generate` takes {"prompt": text, or "prompt_ids": [...], "params": {...}, "stream": bool};
 params are fields of `atlas.SamplingParams`. A stream is one JSON object a line. `GET /health` and
@@ -177,7 +177,7 @@ def respond(
 
 async def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("model", nargs="?", help="default: atlas-tiny, in the package")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args()

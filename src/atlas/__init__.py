@@ -1,8 +1,8 @@
 """Atlas: an embeddable LLM inference engine.
 
 >>> import atlas
->>> engine = atlas.Engine("smollm2")  # doctest: +SKIP
->>> engine.generate("The capital of France is").text  # doctest: +SKIP
+>>> engine = atlas.Engine()  # doctest: +SKIP
+>>> engine.generate("This module provides").text  # doctest: +SKIP
 """
 
 from __future__ import annotations

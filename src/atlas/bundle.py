@@ -42,13 +42,15 @@ _GLIBC = re.compile(
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
-def bundle(folder: str | os.PathLike[str]) -> Path:
+def bundle(folder: str | os.PathLike[str], *, with_model: bool = False) -> Path:
     """Write a bundle.
 
     Parameters
     ----------
     folder : str or path
         A new or empty folder.
+    with_model : bool
+        Put the package's own model, atlas-tiny, into it (12 MB).
 
     Returns
     -------
@@ -72,7 +74,7 @@ def bundle(folder: str | os.PathLike[str]) -> Path:
     site = out / "lib" / version / "site-packages"
     _copy_standard_library(out / "lib" / version)
     shutil.copy(shared, out / "lib" / shared.name)
-    _copy_packages(package, site)
+    _copy_packages(package, site, with_model)
     _copy_development_files(package, out)
     copy_kernels(out / "share" / "atlas" / "kernels")
     _copy_system_libraries(out)
@@ -125,11 +127,13 @@ def distributions() -> Iterator[importlib.metadata.Distribution]:
                 pending.append(re.sub(r"[-_.]+", "-", match[0]).lower())
 
 
-def _copy_packages(package: Path, site: Path) -> None:
+def _copy_packages(package: Path, site: Path, with_model: bool) -> None:
     import atlas_kernels
 
-    ignore = shutil.ignore_patterns("__pycache__", "*.c", "*.pyx", "*.html")
-    shutil.copytree(package, site / "atlas", ignore=ignore)
+    left_out = ("__pycache__", "*.c", "*.pyx", "*.html")
+    ignore = shutil.ignore_patterns(*left_out)
+    data = () if with_model else ("data",)
+    shutil.copytree(package, site / "atlas", ignore=shutil.ignore_patterns(*left_out, *data))
     assert atlas_kernels.__file__ is not None
     shutil.copytree(Path(atlas_kernels.__file__).parent, site / "atlas_kernels", ignore=ignore)
     for distribution in distributions():

@@ -46,7 +46,7 @@ from atlas.step_loop import StepLoop
 from atlas.tokenizer import Tokenizer, load_tokenizer
 from atlas.warmup import warm_up
 from atlas.weights.checkpoint import open_checkpoint
-from atlas.weights.locate import locate
+from atlas.weights.locate import DEFAULT_MODEL, locate
 
 if TYPE_CHECKING:
     from atlas.model import Model
@@ -57,9 +57,10 @@ class Engine:
 
     Parameters
     ----------
-    model : str or path
+    model : str or path, optional
         A GGUF file, a Hugging Face folder, a Hub id in the local cache, or a short name such as
-        ``smollm2``.
+        ``smollm2``. Default: ``atlas-tiny``, the small model inside the package, which continues
+        text in the manner of Python's documentation.
     device : {"auto", "cpu", "cuda"}
         ``auto`` is an NVIDIA GPU where one can be used (the extra ``cuda``) and offers what the
         other options ask, else the CPU; ``describe()`` says which and why.
@@ -101,7 +102,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: str | os.PathLike[str] | None = None,
         *,
         device: Literal["auto", "cpu", "cuda"] = "auto",
         stream: object = None,
@@ -117,8 +118,10 @@ class Engine:
         memory_limit: int | None = None,
         **scheduling: Any,
     ) -> None:
-        if not isinstance(model, str | os.PathLike):
-            raise InvalidArgumentError(f"model is {model!r}; allowed: a name or a path")
+        if not isinstance(model, str | os.PathLike | None):
+            raise InvalidArgumentError(
+                f"model is {model!r}; allowed: a name, a path, or None for {DEFAULT_MODEL}"
+            )
         if quiet not in (None, True, False):
             raise InvalidArgumentError(f"quiet is {quiet!r}; allowed: True, False, None")
 
@@ -144,6 +147,7 @@ class Engine:
         schedule, options = options_on(chosen)
         started = time.perf_counter()
         location = locate(model)
+        _log.info("model %s", location.path)
         with (
             open_checkpoint(location) as checkpoint,
             LoadProgress(checkpoint, quiet, on_progress) as progress,

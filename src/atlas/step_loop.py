@@ -224,20 +224,23 @@ class StepLoop:
 
     def _launch_next(self) -> bool:
         """Plan and launch a step; False when nothing can run yet."""
-        with interrupts_deferred():  # a plan that nobody knows of could not be committed
-            plan = self.scheduler.plan(_now_us())
-            if plan is None:
-                return False
-            before = self._flights[-1].result if self._flights else None
-            self._flights.append(Flight(plan))
+        before = self._flights[-1].result if self._flights else None
+        flight: Flight | None = None
         try:
-            self._launch(self._flights[-1], before)
-        except AtlasError as error:
-            self._flights[-1].error = error
-        except BaseException as error:
-            self._flights[-1].error = error
-            self.settle()
-            raise
+            with interrupts_deferred():  # a plan that nobody knows of could not be committed
+                plan = self.scheduler.plan(_now_us())
+                if plan is None:
+                    return False
+                flight = Flight(plan)
+                self._flights.append(flight)
+            self._launch(flight, before)
+        except BaseException as error:  # also an interrupt that waited for the plan
+            if flight is None:
+                raise
+            flight.error = error
+            if not isinstance(error, AtlasError):
+                self.settle()
+                raise
         return True
 
     def _launch(self, flight: Flight, before: StepResult | None) -> None:

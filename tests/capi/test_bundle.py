@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from atlas import Engine, bundle
+from atlas.cli import atlas as atlas_command
 from atlas.errors import InvalidArgumentError
 from tests.capi.programs import EXAMPLES, STRICT, compiler, run, token_lines
 from tests.capi.test_examples import PROMPT, SamplingParams
@@ -66,6 +68,24 @@ def test_a_program_in_an_empty_root(
     assert token_lines(done.stdout) == [list(expected.token_ids)]
     written = [path for path in root.rglob("*.o") if "share/atlas/kernels" not in str(path)]
     assert written == []  # the bundle's kernels served
+
+
+def test_the_model_in_the_package_is_left_out(
+    root: Path, inside: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    assert list(root.glob("opt/atlas/lib/python*/site-packages/atlas/data")) == []
+    done = inside("/simple", "-", PROMPT, "12")
+    assert done.returncode == 1
+    assert done.stderr.startswith("ATLAS_ERROR_MODEL_FILE: atlas-tiny: ")
+    assert "--with-model" in done.stderr
+
+
+def test_the_model_in_the_package_is_there_if_asked_for(tmp_path: Path) -> None:
+    done = CliRunner().invoke(atlas_command, ["bundle", "--with-model", "--out", f"{tmp_path}/b"])
+    assert done.exit_code == 0, done.output
+    (folder,) = tmp_path.glob("b/lib/python*/site-packages/atlas/data/atlas-tiny")
+    assert (folder / "model.safetensors").is_file()
+    assert (folder / "LICENSE-PSF").is_file()
 
 
 def test_pkg_config_of_the_bundle(root: Path) -> None:

@@ -114,3 +114,11 @@ def test_the_makefile_and_cmake_build_every_example(tmp_path: Path) -> None:
     subprocess.run(["cmake", "--build", tmp_path / "b"], check=True)
     done = run(tmp_path / "b" / "batch")
     assert done.returncode == 2
+
+
+@pytest.mark.parametrize("name", ["simple", "verify"])
+def test_a_dash_is_the_model_in_the_package(program: Program, name: str) -> None:
+    done = run(program(f"{name}.c"), "-", "This module provides", "16")
+    assert (done.returncode, "unknown" in done.stderr) == (0, False)
+    with Engine(threads=1, quiet=True) as tiny:
+        assert token_lines(done.stdout) == [greedy_ids(tiny, "This module provides", 16)]

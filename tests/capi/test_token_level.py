@@ -407,3 +407,22 @@ def test_files_that_are_c_functions() -> None:
     assert reader.read(1) == b""
     with pytest.raises(Cancelled):
         writer.write(b"x" * 21)
+
+
+def test_no_model_is_the_one_in_the_package() -> None:
+    engine = make("engine", "engine_load", ffi.NULL, ffi.NULL)
+    tokenizers = [
+        make("tokenizer", "tokenizer_load", ffi.NULL),
+        make("tokenizer", "engine_get_tokenizer", engine),
+    ]
+    assert '"qwen3_5, 8 layers' in read_text("engine_describe", engine)
+    text = b"This module provides"
+    encoded = [read_ids("tokenizer_encode", t, text, len(text), 0) for t in tokenizers]
+    assert encoded[0] == encoded[1] != []
+    for tokenizer in tokenizers:
+        call("tokenizer_free", tokenizer)
+    call("engine_free", engine)
+    for function, kind in (("engine_load", "engine"), ("tokenizer_load", "tokenizer")):
+        more = (ffi.NULL,) if kind == "engine" else ()
+        with pytest.raises(CallError, match=r"MODEL_FILE.*allowed: a GGUF file"):
+            make(kind, function, b"", *more)

@@ -57,6 +57,8 @@ def test_what_the_wheel_holds(wheel: Path) -> None:
         names = set(archive.namelist())
         links = [i.filename for i in archive.infolist() if i.external_attr >> 28 == 0xA]
         script = archive.read("atlas/lib/libatlas_llm.so").decode()
+        tiny = {i.filename: i.file_size for i in archive.infolist() if "/atlas-tiny/" in i.filename}
+        metadata = archive.read(next(n for n in names if n.endswith("/METADATA"))).decode()
     assert links == []
     assert "INPUT(libatlas_llm.so.0)" in script
     assert {
@@ -65,6 +67,36 @@ def test_what_the_wheel_holds(wheel: Path) -> None:
         "atlas/include/atlas.hpp",
     } <= names  # fmt: skip
     assert [name for name in names if name.startswith("atlas/capi/_binding.") and ".so" in name]
+    folder = "atlas/data/atlas-tiny/"
+    assert {"config.json", "tokenizer.json", "README.md", "LICENSE-PSF"} <= {
+        name.removeprefix(folder) for name in tiny
+    }
+    assert tiny[folder + "model.safetensors"] <= 12_000_000
+    assert "License-Expression: Apache-2.0 AND PSF-2.0" in metadata
+    assert [name for name in names if name.endswith("licenses/src/" + folder + "LICENSE-PSF")]
+
+
+OFFLINE = """
+import socket, sys
+def refuse(*_): raise OSError("this test has no network")
+socket.socket.connect = socket.getaddrinfo = refuse
+from atlas.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_an_environment_generates_without_a_model_or_a_network(environment: Path) -> None:
+    """What a user has after `pip install`: the package and its dependencies, no cache of models."""
+    python = environment / "bin" / "python"
+    empty = {"HOME": str(environment / "nobody"), "PATH": "/usr/bin"}
+    prompt = "This module provides"
+    done = run(python, "-c", OFFLINE, "generate", prompt, "-n", "24", env=empty, cwd=environment)
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
+    with Engine(quiet=True) as engine:
+        expected = engine.generate(prompt, GREEDY.replace(max_tokens=24)).text
+    assert done.stdout == expected + "\n"
+    done = run(python, "-c", OFFLINE, "info", env=empty, cwd=environment)
+    assert f"{environment}/lib/{VERSION}/site-packages/atlas/data/atlas-tiny" in done.stdout
 
 
 def check_programs(config: list[str], model: Path, engine: Engine, folder: Path) -> str:

@@ -13,16 +13,17 @@ from atlas.cli import run
 def test_a_bundle_is_written_where_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written: list[Path] = []
+    written: list[tuple[Path, bool]] = []
 
-    def write(folder: Path) -> Path:
-        written.append(folder)
+    def write(folder: Path, *, with_model: bool) -> Path:
+        written.append((folder, with_model))
         return folder
 
     monkeypatch.setattr(atlas.bundle, "bundle", write)
     assert run(["bundle", "--out", str(tmp_path / "out")]) == 0
-    assert written == [tmp_path / "out"]
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
+    assert run(["bundle", "--with-model", "--out", str(tmp_path / "out")]) == 0
+    assert written == [(tmp_path / "out", False), (tmp_path / "out", True)]
 
 
 def test_a_folder_with_something_in_it_is_refused(

@@ -121,6 +121,30 @@ def test_a_piped_conversation_with_a_model(
     assert done.out == f"{first}\n{second}\n"
 
 
+def test_without_a_chat_template_each_line_is_continued(
+    atlas_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("This module provides\nTo open a file,\n"))
+    done = atlas_command("chat", "--max-seq-len", "256", "--threads", "1")
+    assert (done.status, done.err.splitlines()) == (
+        0,
+        [
+            "no model given: atlas-tiny, the small one in the package",
+            "the model has no chat template: it continues each line as text",
+        ],
+    )
+    with Engine(threads=1, max_seq_len=256, quiet=True) as engine:
+        texts = [engine.generate(t).text for t in ("This module provides", "To open a file,")]
+    assert done.out == "".join(f"{text}\n" for text in texts)
+
+
+def test_a_system_message_needs_a_chat_template(atlas_command: Command) -> None:
+    done = atlas_command("chat", "--quiet", "--system", "be kind")
+    assert (done.status, done.out) == (2, "")
+    assert "--system: " in done.err
+    assert "atlas-tiny has no chat template" in done.err
+
+
 class Terminal:
     """A child on a terminal of its own."""
 

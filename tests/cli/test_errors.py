@@ -118,12 +118,12 @@ def test_a_closed_pipe_ends_quietly(mixed_gguf: Path) -> None:
     ("arguments", "status", "message"),
     [
         ("info FILE >&-", 1, "error: standard output is closed"),
-        ("generate - <&-", InvalidArgumentError.code, "error: the prompt is empty"),
-        ("chat <&-", 0, ""),
+        ("generate --quiet - <&-", InvalidArgumentError.code, "error: the prompt is empty"),
+        ("chat --quiet <&-", 0, ""),
     ],
 )
 def test_closed_standard_streams(
-    mixed_gguf: Path, smollm2: str, arguments: str, status: int, message: str
+    mixed_gguf: Path, arguments: str, status: int, message: str
 ) -> None:
     command = arguments.replace("FILE", str(mixed_gguf))
     python = f"{sys.executable} -c 'from atlas.cli import main; main()' {command}"

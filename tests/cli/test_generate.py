@@ -1,4 +1,4 @@
-"""``atlas generate`` and ``atlas bench`` on a real model."""
+"""``atlas generate`` and ``atlas bench`` on the models in packages."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ import pytest
 import atlas
 from tests.cli.outcome import Command
 
-PROMPT = "The capital of France is"
+PROMPT = "This module provides"
 SMALL = ["--max-seq-len", "256", "--threads", "1"]
+NOTE = "no model given: atlas-tiny, the small one in the package\n"
 
 
 @pytest.fixture(scope="module")
-def engine(smollm2: str) -> atlas.Engine:
-    return atlas.Engine(smollm2, threads=1, max_seq_len=256, quiet=True)
+def engine() -> atlas.Engine:
+    return atlas.Engine(threads=1, max_seq_len=256, quiet=True)
 
 
 def test_text_is_that_of_the_library(atlas_command: Command, engine: atlas.Engine) -> None:
     done = atlas_command("generate", *SMALL, "-n", "8", PROMPT)
     expected = engine.generate(PROMPT, atlas.SamplingParams(max_tokens=8)).text
-    assert (done.status, done.out, done.err) == (0, expected + "\n", "")
+    assert (done.status, done.out, done.err) == (0, expected + "\n", NOTE)
+    named = atlas_command("generate", "--model", "atlas-tiny", *SMALL, "-n", "8", PROMPT)
+    quiet = atlas_command("generate", "--quiet", *SMALL, "-n", "8", PROMPT)
+    assert (named.out, named.err) == (quiet.out, quiet.err) == (done.out, "")
 
 
 def test_sampling_options_reach_the_sampler(atlas_command: Command, engine: atlas.Engine) -> None:
@@ -35,12 +39,20 @@ def test_sampling_options_reach_the_sampler(atlas_command: Command, engine: atla
     assert done.out == engine.generate(PROMPT, params).text + "\n"
 
 
-def test_chat_applies_the_template(atlas_command: Command, engine: atlas.Engine) -> None:
-    done = atlas_command("generate", "--chat", *SMALL, "-n", "8", "What is two plus two?")
+def test_chat_applies_the_template(atlas_command: Command, smollm2: str) -> None:
+    options = ["--chat", "--model", smollm2, *SMALL]
+    done = atlas_command("generate", *options, "-n", "8", "What is two plus two?")
     messages = [{"role": "user", "content": "What is two plus two?"}]
-    expected = engine.chat(messages, atlas.SamplingParams(max_tokens=8)).text
-    assert done.out == expected + "\n"
-    assert expected != engine.generate(messages[0]["content"]).text
+    with atlas.Engine(smollm2, threads=1, max_seq_len=256, quiet=True) as engine:
+        expected = engine.chat(messages, atlas.SamplingParams(max_tokens=8)).text
+        assert done.out == expected + "\n"
+        assert expected != engine.generate(messages[0]["content"]).text
+
+
+def test_chat_needs_a_template(atlas_command: Command) -> None:
+    done = atlas_command("generate", "--chat", "--quiet", *SMALL, PROMPT)
+    assert (done.status, done.out) == (atlas.errors.ChatTemplateError.code, "")
+    assert "atlas-tiny has no chat template" in done.err
 
 
 def test_a_dash_reads_standard_input(
@@ -51,18 +63,17 @@ def test_a_dash_reads_standard_input(
     assert done.out == engine.generate(PROMPT, atlas.SamplingParams(max_tokens=4)).text + "\n"
 
 
-@pytest.mark.usefixtures("smollm2")
 def test_errors_after_loading(atlas_command: Command) -> None:
-    too_long = atlas_command("generate", "--max-seq-len", "4", PROMPT)
+    too_long = atlas_command("generate", "--quiet", "--max-seq-len", "2", PROMPT)
     assert too_long.status == atlas.errors.PromptTooLongError.code
-    assert "max_seq_len 4" in too_long.err
-    empty = atlas_command("generate", *SMALL, "")
+    assert "max_seq_len 2" in too_long.err
+    empty = atlas_command("generate", "--quiet", *SMALL, "")
     assert (empty.status, empty.err.count("\n")) == (2, 1)
 
 
-def test_an_interrupt_ends_generation_quietly(smollm2: str) -> None:
+def test_an_interrupt_ends_generation_quietly() -> None:
     code = "from atlas.cli import main; main()"
-    options = ["--model", smollm2, "--threads", "1", "-n", "none", "--ignore-eos"]
+    options = ["--quiet", "--threads", "1", "-n", "none", "--ignore-eos"]
     child = subprocess.Popen(
         [sys.executable, "-c", code, "generate", *options, PROMPT],
         stdout=subprocess.PIPE,
@@ -75,11 +86,10 @@ def test_an_interrupt_ends_generation_quietly(smollm2: str) -> None:
     assert (child.returncode, err) == (130, b"")
 
 
-@pytest.mark.usefixtures("smollm2")
 def test_bench_prints_json(atlas_command: Command) -> None:
     sizes = ["--prompt-tokens", "20", "--gen-tokens", "4", "--repeats", "2"]
-    done = atlas_command("bench", "smollm2", *SMALL, *sizes, "--json")
-    assert (done.status, done.err) == (0, "")
+    done = atlas_command("bench", *SMALL, *sizes, "--json")
+    assert (done.status, done.err) == (0, NOTE)
     results = json.loads(done.out)
     measured = ("prefill_tok_s", "decode_tok_s", "first_token_ms", "load_s", "peak_rss_mb")
     assert all(results[name] > 0 for name in measured)
@@ -88,7 +98,6 @@ def test_bench_prints_json(atlas_command: Command) -> None:
     assert settings.items() <= results.items()
 
 
-@pytest.mark.usefixtures("smollm2")
 def test_bench_refuses_more_tokens_than_fit(atlas_command: Command) -> None:
     done = atlas_command("bench", *SMALL, "--prompt-tokens", "200", "--gen-tokens", "57")
     assert (done.status, done.out) == (2, "")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import atlas.step_loop
 from atlas import Engine
 from atlas.errors import (
     AtlasError,
@@ -20,6 +21,7 @@ from atlas.errors import (
 from atlas.event import Event
 from atlas.generation import Generation
 from atlas.live_request import LiveRequest
+from atlas.step_loop import Flight
 from tests.composition.harness import assert_balanced
 from tests.engine.faults import PARAMS, PROMPTS, STEPS, drain, ids_of, raising
 
@@ -102,6 +104,36 @@ def test_an_owner_thread_that_dies_tells_everybody(engine: Engine) -> None:
     assert_balanced(engine)
     engine.start()  # a new owner goes on
     assert len(engine.generate(PROMPTS["a"], PARAMS).token_ids) == 12
+
+
+def test_an_interrupt_while_a_step_is_planned_undoes_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {name: engine.generate(ids, PARAMS).token_ids for name, ids in PROMPTS.items()}
+    planned: list[Any] = []
+
+    def interrupted(plan: Any) -> Flight:
+        planned.append(plan)
+        if len(planned) in (2, 5):
+            os.kill(os.getpid(), signal.SIGINT)
+        return Flight(plan)
+
+    monkeypatch.setattr(atlas.step_loop, "Flight", interrupted)
+    for name, ids in PROMPTS.items():
+        engine.submit(ids, PARAMS, request_id=name)
+    interrupts = 0
+    events: list[Event] = []
+    for _ in range(STEPS):
+        try:
+            events += engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+        if not engine.has_unfinished():
+            break
+    events += engine.step()
+    assert interrupts == 2
+    for name in PROMPTS:
+        assert ids_of([e for e in events if e.request_id == name]) == expected[name]
 
 
 def test_an_interrupt_waits_until_tokens_are_kept_and_sent(

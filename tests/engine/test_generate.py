@@ -382,7 +382,7 @@ def test_a_logits_processor_cannot_step_its_own_engine(engine: Engine) -> None:
     assert len(engine.generate(PROMPT, LONG).token_ids) == 24
 
 
-@pytest.mark.parametrize("model", [None, 5, b"smollm2", ["smollm2"]])
+@pytest.mark.parametrize("model", [5, b"smollm2", ["smollm2"]])
 def test_a_model_is_a_name_or_a_path(model: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="model is"):
         Engine(model)

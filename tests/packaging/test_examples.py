@@ -18,11 +18,12 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 README = EXAMPLES.parent / "README.md"
 SCRIPTS = sorted((EXAMPLES / "python").glob("*.py"))
 NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.ipynb"))
+NEEDS_SMOLLM2 = {"chat"}
 EXPECTED = {
-    "generate": r"Paris[\s\S]*\[length, 24 tokens\]\n'.+'\n'.+'\n",
+    "generate": r" a [\s\S]*module[\s\S]*\[length, 24 tokens\]\n'.+'\n'.+'\n",
     "chat": r"> What is the capital of France\?\n.*Paris.*\n\n> What is it famous for\?\n.+\n",
     "own_scheduler": r"(.*\n){4}what the engine's own scheduler gives: True\n",
-    "stream": r"[^.]+(\.[^.]*){2}\n.+\n",
+    "stream": r"[^.]+file[^.]*(\.[^.]*){2}\n[\s\S]+\n",
     "verify_by_hand": r"bitwise equal to serial: True\n.*\+ 3\nsame row after rollback: True\n",
 }
 
@@ -36,7 +37,9 @@ def test_every_example_has_an_expectation() -> None:
 def test_an_example_runs(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", [str(script), require_smollm2()])
+    if script.stem in NEEDS_SMOLLM2:
+        require_smollm2()
+    monkeypatch.setattr("sys.argv", [str(script)])
     runpy.run_path(str(script), run_name="__main__")
     out, err = capsys.readouterr()
     assert err == ""
@@ -50,7 +53,8 @@ def test_the_code_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None
     names: dict[str, object] = {}
     exec("\n".join(blocks), names)
     assert capsys.readouterr().out  # what was streamed
-    cast("Engine", names["engine"]).close()
+    for name in ("engine", "assistant"):
+        cast("Engine", names[name]).close()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -65,7 +69,6 @@ def test_a_notebook_is_executed_and_shows_no_paths(path: Path) -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_again(path: Path) -> None:
     """Cells that print True, the exactness claims, do so on any machine."""
-    require_smollm2()
     stored = nbformat.read(path, as_version=4)
     fresh = nbformat.read(path, as_version=4)
     NotebookClient(fresh, timeout=120, kernel_name="python3").execute()

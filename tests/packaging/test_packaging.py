@@ -122,6 +122,8 @@ def test_sdist_and_wheel_install_elsewhere(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"atlas/include/atlas.h", "atlas/py.typed", "atlas_kernels/__init__.py"} <= names
     assert not [name for name in names if name.endswith((".c", ".pyx"))]
+    tiny = ROOT / "src/atlas/data/atlas-tiny"
+    assert {f"atlas/data/atlas-tiny/{path.name}" for path in tiny.iterdir()} <= names
     modules = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
     assert modules <= names
 

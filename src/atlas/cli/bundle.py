@@ -17,8 +17,9 @@ from atlas.cli.options import debug_option
     type=click.Path(path_type=Path),
     help="A new or empty folder.",
 )
+@click.option("--with-model", is_flag=True, help="Include atlas-tiny, the model in the package.")
 @debug_option
-def bundle(folder: Path) -> None:
+def bundle(folder: Path, with_model: bool) -> None:
     """Write a relocatable folder: Python, packages, library, header and compiled kernels.
 
     For machines without pip or network. A program in it, or with ATLAS_HOME set to it, needs
@@ -26,4 +27,4 @@ def bundle(folder: Path) -> None:
     """
     from atlas.bundle import bundle as write_bundle
 
-    click.echo(write_bundle(folder))
+    click.echo(write_bundle(folder, with_model=with_model))

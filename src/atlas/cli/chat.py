@@ -19,25 +19,39 @@ from atlas.cli.sampling_options import sampling_options, sampling_params
 from atlas.errors import AtlasError
 
 if TYPE_CHECKING:
-    from atlas.engine import Engine
-    from atlas.sampling import SamplingParams
+    from collections.abc import Iterator
 
-_HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
+    from atlas.engine import Engine
+    from atlas.request import Delta
+    from atlas.sampling import SamplingParams
 
 
 @click.command()
-@click.argument("model", default="smollm2")
+@click.argument("model", required=False)
 @click.option("--system", metavar="TEXT", help="A system message that stands before all others.")
 @sampling_options
 @loading_options
 @quiet_option
 @debug_option
 @click.pass_context
-def chat(context: click.Context, /, model: str, system: str | None, quiet: bool, **_: Any) -> None:
-    """Talk to MODEL (default: smollm2). Each line of input is a message."""
+def chat(
+    context: click.Context, /, model: str | None, system: str | None, quiet: bool, **_: Any
+) -> None:
+    """Talk to MODEL. Each line of input is a message.
+
+    A model without a chat template, such as the default, atlas-tiny in the package, continues each
+    line as text of its own, by 128 tokens unless you say otherwise.
+    """
     params = sampling_params(context, max_tokens=None)
     with load_engine(model, given(context, LOADING_NAMES), quiet=quiet) as engine:
-        Conversation(engine, params, system).run()
+        if "default" in engine.tokenizer.chat_templates:
+            Conversation(engine, params, system).run()
+            return
+        if system is not None:
+            raise click.UsageError(f"--system: {engine.path} has no chat template", context)
+        if not quiet:
+            click.echo("the model has no chat template: it continues each line as text", err=True)
+        Continuation(engine, sampling_params(context)).run()
 
 
 class Conversation:
@@ -52,7 +66,9 @@ class Conversation:
         Text of the message that a reset keeps.
     """
 
-    def __init__(self, engine: Engine, params: SamplingParams, system: str | None) -> None:
+    help = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
+
+    def __init__(self, engine: Engine, params: SamplingParams, system: str | None = None) -> None:
         self._engine = engine
         self._params = params
         self._system = [] if system is None else [{"role": "system", "content": system}]
@@ -64,7 +80,7 @@ class Conversation:
         if self._interactive:
             import readline  # noqa: F401 - gives input() line editing and history
 
-            click.echo(_HELP, err=True)
+            click.echo(self.help, err=True)
         while (line := self._read()) is not None:
             text = line.strip()
             if text == "/exit":
@@ -72,7 +88,7 @@ class Conversation:
             if text == "/reset":
                 self.messages = list(self._system)
             elif text.startswith("/"):
-                self._fail(click.UsageError(f"{text.split()[0]} is no command; {_HELP}"))
+                self._fail(click.UsageError(f"{text.split()[0]} is no command; {self.help}"))
             elif text:
                 self._answer(text)
 
@@ -94,7 +110,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         try:
-            for delta in self._engine.stream_chat(self.messages, self._params):
+            for delta in self._reply():
                 pieces.append(delta.text)
                 click.echo(delta.text, nl=False)
         except KeyboardInterrupt:
@@ -106,8 +122,21 @@ class Conversation:
         click.echo()
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
 
+    def _reply(self) -> Iterator[Delta]:
+        """What the engine says to the messages so far."""
+        return self._engine.stream_chat(self.messages, self._params)
+
     def _fail(self, error: AtlasError | click.UsageError) -> None:
         """With somebody there, say what is wrong and go on; over a pipe, end."""
         if not self._interactive:
             raise error
         click.echo(f"error: {error}", err=True)
+
+
+class Continuation(Conversation):
+    """The same loop over a model without a chat template: it continues the last line alone."""
+
+    help = "each line is continued; /exit or Ctrl-D ends, Ctrl-C stops an answer"
+
+    def _reply(self) -> Iterator[Delta]:
+        return self._engine.stream(self.messages[-1]["content"], self._params)

