@@ -1,4 +1,4 @@
-"""Elementwise ops: gated activations, addition, soft capping."""
+"""Elementwise ops: activations, gated ones, addition, soft capping."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ def gelu_tanh_and_mul(gate_up: Float, *, out: Float) -> None:
     gate, up = np.split(gate_up, 2, axis=-1)
     inner = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate**3)
     out[...] = np.float32(0.5) * gate * (np.float32(1) + np.tanh(inner)) * up
+
+
+@op
+def relu(x: Float, *, out: Float) -> None:
+    """out = max(x, 0), float32 [T, F]; ``out`` may be ``x``. A NaN stays one."""
+    out[...] = np.maximum(x, np.float32(0))
 
 
 @op

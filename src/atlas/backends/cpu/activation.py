@@ -23,6 +23,12 @@ def gelu_tanh_and_mul(queue: Queue, gate_up: Array, *, out: Array) -> None:
     _gated(queue, "activation.gelu_tanh_and_mul", gate_up, out)
 
 
+def relu(queue: Queue, x: Array, *, out: Array) -> None:
+    sizes = match_dims("T F", x, "T F", out, dtype="float32")
+    args = (address(x), x.strides[0], sizes["T"], sizes["F"], address(out), out.strides[0])
+    queue.launch("activation.relu", args, (x, out))
+
+
 def add(queue: Queue, x: Array, y: Array, *, out: Array) -> None:
     sizes = match_dims("T D", x, "T D", y, "T D", out, dtype="float32")
     args = (address(x), x.strides[0], address(y), y.strides[0], sizes["T"], sizes["D"])

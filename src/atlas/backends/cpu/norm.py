@@ -1,4 +1,4 @@
-"""RMS normalisation: launch."""
+"""RMS and layer normalisation: launches."""
 
 from __future__ import annotations
 
@@ -14,3 +14,10 @@ def rmsnorm(queue: Queue, x: Array, weight: Array, eps: float, *, out: Array) ->
     args: Args = (address(x), x.strides[0], inner_in, x.shape[0], heads, x.shape[-1])
     args += (address(weight), float_bits(eps), address(out), out.strides[0], inner_out)
     queue.launch("norm.rmsnorm", args, (x, weight, out))
+
+
+def layernorm(queue: Queue, x: Array, weight: Array, bias: Array, eps: float, *, out: Array) -> None:
+    sizes = match_dims("T D", x, "D", weight, "D", bias, "T D", out, dtype="float32")
+    args: Args = (address(x), x.strides[0], sizes["T"], sizes["D"], address(weight), address(bias))
+    args += (float_bits(eps), address(out), out.strides[0])
+    queue.launch("norm.layernorm", args, (x, weight, bias, out))

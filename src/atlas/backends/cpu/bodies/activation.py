@@ -12,8 +12,10 @@ from atlas.backends.cpu.bodies.simd import (
     bits_f32,
     div,
     fma,
+    less,
     load_first,
     mul,
+    select,
     splat,
     store_first,
     sub,
@@ -59,6 +61,31 @@ def _gated(activation):
 
 body("activation.silu_and_mul")(_gated(silu))
 body("activation.gelu_tanh_and_mul")(_gated(gelu_tanh))
+
+
+@body("activation.relu")
+def relu(thread, num_threads, args):
+    x, x_stride, num_rows, size, out, out_stride = (
+        args[0],
+        args[1],
+        args[2],
+        args[3],
+        args[4],
+        args[5],
+    )
+    pieces = (size + 15) // 16
+    for item in range(
+        num_rows * pieces * thread // num_threads, num_rows * pieces * (thread + 1) // num_threads
+    ):
+        row, piece = item // pieces, item % pieces
+        count = min(16, size - piece * 16)
+        value = load_first(x + row * x_stride + piece * 64, count)
+        # The comparison is false for a NaN, which is the operand that then stays.
+        store_first(
+            out + row * out_stride + piece * 64,
+            select(less(value, zeros()), zeros(), value),
+            count,
+        )
 
 
 @body("activation.add")
