@@ -7,7 +7,7 @@ from typing import Literal
 
 from atlas.errors import UnsupportedModelError
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,32 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """The encoder in front of a decoder, and what a translation begins and is padded with.
+
+    Its hidden size, vocabulary and embedding are the decoder's.
+    """
+
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    max_source_len: int  # language tag and end token included
+    padding_token_id: int
+    start_token_id: int  # the decoder's first input
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_heads", "intermediate_size", "max_source_len"):
+            value = getattr(self, name)
+            if not 0 < value < 2**31:
+                raise UnsupportedModelError(f"encoder {name} is {value}; allowed: 1 … 2**31 - 1")
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shapes and switches of a dense or MoE decoder. Sizes count elements."""
+    """Shapes and switches of a decoder: dense, MoE, or behind an encoder.
+
+    Sizes count elements.
+    """
 
     architecture: str
     vocab_size: int
@@ -74,6 +98,7 @@ class ModelConfig:
     post_norms: bool = False  # RMSNorm after attention and after the MLP (Gemma)
     norm_offset: bool = False  # file stores w where the norm multiplies by 1 + w
     moe: MoeConfig | None = None
+    encoder: EncoderConfig | None = None  # translation models
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -5,6 +5,10 @@ Global: ``embedding``, ``final_norm``, ``head`` (absent when tied). Layer i, und
 ``q_bias`` …), ``q_norm``, ``k_norm``, ``post_attention_norm`` and ``post_mlp_norm`` (Gemma),
 ``mlp_norm``, ``gate_proj``, ``up_proj``, ``down_proj`` (and biases), or ``router``,
 ``experts.gate_proj``, ``experts.up_proj``, ``experts.down_proj`` with the experts' rows stacked.
+
+Encoder-decoders: layers of the encoder lie under ``encoder_layers.{i}.``, before ``encoder_norm``;
+every norm has a ``…_norm_bias``, MLPs have no gate, and a decoder's layer also has ``cross_norm``,
+``cross_q_proj`` … ``cross_o_proj`` and their biases.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ def expected_weights(config: ModelConfig) -> dict[str, Shape]:
     Matrices are ``[out, in]`` (``y = W x``), stacked experts ``[E * out, in]``, norms and biases
     ``[n]``.
     """
+    if config.encoder is not None:
+        return _encoder_decoder_weights(config)
     shapes: dict[str, Shape] = {"embedding": (config.vocab_size, config.hidden_size)}
     for i in range(config.num_layers):
         layer = attention_shapes(config) | mlp_shapes(config, is_sparse(config, i))
@@ -81,3 +87,40 @@ def mlp_shapes(config: ModelConfig, sparse: bool) -> dict[str, Shape]:
     if config.post_norms:
         shapes["post_mlp_norm"] = (hidden,)
     return shapes
+
+
+def _encoder_decoder_weights(config: ModelConfig) -> dict[str, Shape]:
+    assert config.encoder is not None
+    hidden = config.hidden_size
+    shapes: dict[str, Shape] = {"embedding": (config.vocab_size, hidden)}
+    for i in range(config.encoder.num_layers):
+        layer = _projections(hidden, "") | _plain_mlp_shapes(hidden, config.encoder.intermediate_size)
+        shapes |= {f"encoder_layers.{i}.{name}": shape for name, shape in layer.items()}
+    shapes |= {"encoder_norm": (hidden,), "encoder_norm_bias": (hidden,)}
+    for i in range(config.num_layers):
+        layer = _projections(hidden, "") | _projections(hidden, "cross_")
+        layer |= _plain_mlp_shapes(hidden, config.intermediate_size)
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    shapes |= {"final_norm": (hidden,), "final_norm_bias": (hidden,)}
+    if not config.tie_embeddings:
+        shapes["head"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def _projections(hidden: int, prefix: str) -> dict[str, Shape]:
+    norm = prefix + "norm" if prefix else "attention_norm"
+    shapes: dict[str, Shape] = {norm: (hidden,), f"{norm}_bias": (hidden,)}
+    for x in "qkvo":
+        shapes |= {f"{prefix}{x}_proj": (hidden, hidden), f"{prefix}{x}_bias": (hidden,)}
+    return shapes
+
+
+def _plain_mlp_shapes(hidden: int, inner: int) -> dict[str, Shape]:
+    return {
+        "mlp_norm": (hidden,),
+        "mlp_norm_bias": (hidden,),
+        "up_proj": (inner, hidden),
+        "up_bias": (inner,),
+        "down_proj": (hidden, inner),
+        "down_bias": (hidden,),
+    }

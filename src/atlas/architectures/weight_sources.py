@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas.architectures import m2m100
 from atlas.architectures.dense import family_named
 from atlas.architectures.weight_names import Shape, expected_weights
 from atlas.config import ModelConfig
@@ -105,6 +106,11 @@ def sources(config: ModelConfig, kind: FileKind, names: Container[str]) -> dict[
     `names` are the tensors of the file: Hugging Face folders hold experts one by one or, as
     transformers 5 keeps them in memory, fused.
     """
+    if config.encoder is not None:
+        return {
+            name: Source((m2m100.tensor_name(config, name, names),), shape)
+            for name, shape in expected_weights(config).items()
+        }
     find = _gguf_source if kind == "gguf" else _huggingface_source
     return {
         name: find(config, name, shape, names) for name, shape in expected_weights(config).items()
