@@ -28,8 +28,8 @@ def warm_up(
     """
     rows = min(chunk_tokens, core.limits.piece_rows, core.limits.max_seq_len - 1)
     decode = range(1, min(max_running, _MAX_DECODE) + 1)
-    shapes = [StepShape(count, count, count) for count in decode]
-    shapes += [StepShape(rows, 1, 0), StepShape(rows, 1, 1)]
+    shapes = [StepShape.decode(count) for count in decode]
+    shapes += [StepShape.prompt(rows, 0), StepShape.prompt(rows)]
     core.runtime.prepare(core.network, core.buffers, shapes)
     rows = min(rows, core.blocks.num_free * core.pools.block_size - 1)
     if rows < 1:

@@ -185,13 +185,13 @@ def test_warmup_prepares_and_leaves_nothing(folder: Path) -> None:
         assert engine.metrics() == before
         assert num_taken(engine) == 0
         recorded = dict(engine._loaded.core.runtime._recorded)
-        assert all(StepShape(n, n, n) in recorded for n in range(1, 7))
+        assert all(StepShape.decode(n) in recorded for n in range(1, 7))
         compiled = dict(compiler._ADDRESSES)
         params = SamplingParams(max_tokens=4, temperature=1.0, seed=1, top_p=0.9, top_k=30)
         engine.generate([[3 + i] * 128 for i in range(6)], params)
         assert compiled == compiler._ADDRESSES
         now = engine._loaded.core.runtime._recorded
-        assert all(now[StepShape(n, n, n)] is recorded[StepShape(n, n, n)] for n in range(1, 7))
+        assert all(now[StepShape.decode(n)] is recorded[StepShape.decode(n)] for n in range(1, 7))
 
 
 def test_warmup_in_the_midst_of_work(folder: Path) -> None:

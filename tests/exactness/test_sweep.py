@@ -21,7 +21,7 @@ from tests.exactness.serial import Case, sequences, text, window
 from tests.helpers.random_model import random_model
 
 # Where an op takes its weight matrix, behind the queue.
-WEIGHT_ARGUMENT = {"linear": 2, "linear_add": 2, "moe_linear": 2, "embedding": 2}
+WEIGHT_ARGUMENT = {"linear": 2, "linear_add": 2, "linear_gated": 2, "moe_linear": 2, "embedding": 2}
 Call = tuple[str, int]
 
 

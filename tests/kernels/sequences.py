@@ -46,7 +46,7 @@ class Sequences:
         """What the op says about the rows (sequence, position)."""
         out = np.empty((len(positions), self.heads, self.dim), np.float32)
         q = np.stack([self.every_q[n][at] for n, at in positions])
-        OPS["attention"](
+        OPS["attention_prefill"](
             q,
             self.k.transpose(0, 1, 3, 2),
             self.v,

@@ -211,6 +211,21 @@ def linear_add() -> Iterator[Case]:
         )
 
 
+def linear_gated() -> Iterator[Case]:
+    for n, (format, activation) in enumerate(
+        [("f32", "silu"), ("q4_1", "gelu_tanh"), ("q8_0", "silu")]
+    ):
+        rng, out = _rng(42, n), _nan(5, 20)
+        bias = None if n == 1 else _normal(rng, 40)
+        yield Case(
+            f"{format}-{activation}",
+            (_normal(rng, 5, 64), random_matrix(rng, format, 40, 64), bias, activation),
+            {"gate_up": _nan(5, 40), "out": out},
+            {"out": out},
+            1e-5,
+        )
+
+
 def rope() -> Iterator[Case]:
     for n, (heads, dim, half) in enumerate([(1, 64, 32), (3, 80, 40), (2, 96, 24), (4, 6, 3)]):
         rng = _rng(10, n)
@@ -237,7 +252,7 @@ def kv_store() -> Iterator[Case]:
         )
 
 
-def attention() -> Iterator[Case]:
+def attention_prefill() -> Iterator[Case]:
     shapes = [(64, 1, 1), (80, 2, 1), (96, 4, 2), (128, 16, 1), (256, 3, 3), (20, 6, 2)]
     for n, (dim, heads, kv_heads) in enumerate(shapes):
         for window, cap, dtype in (
@@ -350,6 +365,67 @@ def top_candidates() -> Iterator[Case]:
     broken = _normal(rng, 3, 50)
     broken[0, 5], broken[1, 49], broken[2, 0] = np.nan, np.inf, -np.inf
     yield _candidates("non-finite", broken, 4, [[]] * 3, True)
+
+
+def prepare_heads() -> Iterator[Case]:
+    for n, (heads, kv_heads, dim, half, norm, dtype) in enumerate(
+        [
+            (4, 2, 64, 32, False, "float32"),
+            (3, 3, 80, 20, True, "float16"),
+            (8, 1, 128, 64, True, "float32"),
+        ]
+    ):
+        yield _heads_case(_rng(40, n), heads, kv_heads, dim, half, norm, dtype)
+
+
+def _heads_case(
+    rng: np.random.Generator, heads: int, kv_heads: int, dim: int, half: int, norm: bool, dtype: str
+) -> Case:
+    q = _strided(rng, 3, heads, dim)
+    k, v = _strided(rng, 3, kv_heads, dim), _strided(rng, 3, kv_heads, dim)
+    norms = (1 + _normal(rng, dim) / 4, 1 + _normal(rng, dim) / 4) if norm else (None, None)
+    k_pool = _normal(rng, 5, kv_heads, dim, 16).astype(dtype)
+    v_pool = _normal(rng, 5, kv_heads, 16, dim).astype(dtype)
+    positions, slots = np.array([7, 0, 30], np.int32), np.array([79, 0, 33], np.int32)
+    pools = {"k_pool": k_pool, "v_pool": v_pool}
+    args = (q, k, v, *norms, 1e-5, positions, _normal(rng, 31, 2, half), slots)
+    tolerance = 2e-6 if dtype == "float32" else 1e-3
+    return Case(f"H{heads}-HK{kv_heads}-K{dim}-{dtype}", args, pools, {"q": q, **pools}, tolerance)
+
+
+def attention_step() -> Iterator[Case]:
+    for n, (dim, heads, kv_heads, norm) in enumerate(
+        [(64, 2, 1, False), (80, 3, 3, True), (128, 16, 2, True), (256, 4, 1, False)]
+    ):
+        for window, cap, dtype in ((None, None, "float32"), (300, 2.0, "float16")):
+            rng = _rng(41, n, window or 0)
+            yield _step_case(rng, dim, heads, kv_heads, norm, window, cap, dtype)
+
+
+def _step_case(
+    rng: np.random.Generator,
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    norm: bool,
+    window: int | None,
+    cap: float | None,
+    dtype: str,
+) -> Case:
+    """An attention case whose own keys and values are still to be stored."""
+    given = _attention_case(rng, dim, heads, kv_heads, window, cap, dtype)
+    q, k_pool, v_pool, tables, cu_rows, positions, scale, _, _ = given.args
+    k, v = (_strided(rng, len(q), kv_heads, dim) for _ in range(2))
+    seqs = np.repeat(np.arange(len(cu_rows) - 1), np.diff(cu_rows))
+    slots = (tables[seqs, positions // 16] * 16 + positions % 16).astype(np.int32)
+    norms = (1 + _normal(rng, dim) / 4, 1 + _normal(rng, dim) / 4) if norm else (None, None)
+    angles = rng.uniform(0, 6, (int(positions.max()) + 1, dim // 2)).astype(np.float32)
+    table = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    args = (
+        q, k, v, *norms, 1e-5, table, slots, tables, cu_rows, positions, scale, window, cap,
+    )  # fmt: skip
+    written = {"k_pool": k_pool, "v_pool": v_pool, "out": given.kwargs["out"]}
+    return Case(given.id, args, dict(written), written, 1e-5 if dtype == "float32" else 1e-3)
 
 
 def argmax() -> Iterator[Case]:

@@ -94,7 +94,9 @@ def _encoder_decoder_weights(config: ModelConfig) -> dict[str, Shape]:
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {"embedding": (config.vocab_size, hidden)}
     for i in range(config.encoder.num_layers):
-        layer = _projections(hidden, "") | _plain_mlp_shapes(hidden, config.encoder.intermediate_size)
+        layer = _projections(hidden, "") | _plain_mlp_shapes(
+            hidden, config.encoder.intermediate_size
+        )
         shapes |= {f"encoder_layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes |= {"encoder_norm": (hidden,), "encoder_norm_bias": (hidden,)}
     for i in range(config.num_layers):

@@ -39,31 +39,71 @@ class Attention:
         ops.rmsnorm(step.hidden, self.norm, self.norm_eps, out=step.normed)
         self.qkv.forward(ops, step.normed, step.qkv)
         q, k, v = self._heads(step.qkv)
-        if self.q_norm is not None and self.k_norm is not None:
-            ops.rmsnorm(q, self.q_norm, self.norm_eps, out=q)
-            ops.rmsnorm(k, self.k_norm, self.norm_eps, out=k)
-        ops.rope(q, step.positions, self.rope_table)
-        ops.rope(k, step.positions, self.rope_table)
-        ops.kv_store(k, v, step.slots, k_pool=self.k_pool, v_pool=self.v_pool)
         attended = step.attended.reshape(len(q), self.num_heads, self.head_dim)
-        ops.attention(
-            q,
-            self.k_pool,
-            self.v_pool,
-            step.block_tables,
-            step.cu_rows,
-            step.positions,
-            self.scale,
-            self.window,
-            self.softcap,
-            out=attended,
-        )
+        if step.step_rows:
+            self._attend_step(ops, step, q, k, v, attended)
+        if step.step_rows < len(q):
+            self._attend_prompt(ops, step, q, k, v, attended)
         if self.post_norm is None:
             self.output.add_to(ops, step.attended, step.hidden)
             return
         self.output.forward(ops, step.attended, step.projected)
         ops.rmsnorm(step.projected, self.post_norm, self.norm_eps, out=step.projected)
         ops.add(step.hidden, step.projected, out=step.hidden)
+
+    def _attend_step(
+        self, ops: Any, step: StepBuffers, q: Array, k: Array, v: Array, out: Array
+    ) -> None:
+        rows, seqs = slice(0, step.step_rows), slice(0, step.step_seqs)
+        ops.attention_step(
+            q[rows],
+            k[rows],
+            v[rows],
+            self.q_norm,
+            self.k_norm,
+            self.norm_eps,
+            self.rope_table,
+            step.slots[rows],
+            step.block_tables[seqs],
+            step.cu_rows[: step.step_seqs + 1],
+            step.positions[rows],
+            self.scale,
+            self.window,
+            self.softcap,
+            k_pool=self.k_pool,
+            v_pool=self.v_pool,
+            out=out[rows],
+        )
+
+    def _attend_prompt(
+        self, ops: Any, step: StepBuffers, q: Array, k: Array, v: Array, out: Array
+    ) -> None:
+        rows, seqs = slice(step.step_rows, None), slice(step.step_seqs, None)
+        ops.prepare_heads(
+            q[rows],
+            k[rows],
+            v[rows],
+            self.q_norm,
+            self.k_norm,
+            self.norm_eps,
+            step.positions[rows],
+            self.rope_table,
+            step.slots[rows],
+            k_pool=self.k_pool,
+            v_pool=self.v_pool,
+        )
+        ops.attention_prefill(
+            q[rows],
+            self.k_pool,
+            self.v_pool,
+            step.block_tables[seqs],
+            step.prompt_cu_rows,
+            step.positions[rows],
+            self.scale,
+            self.window,
+            self.softcap,
+            out=out[rows],
+        )
 
     def _heads(self, qkv: Array) -> tuple[Array, Array, Array]:
         """[T, H, K], [T, HK, K], [T, HK, K] views of the fused projection."""

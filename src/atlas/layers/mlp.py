@@ -32,8 +32,14 @@ class Mlp:
     def forward(self, ops: Any, step: StepBuffers) -> None:
         """Add the block's output to ``step.hidden``."""
         ops.rmsnorm(step.hidden, self.norm, self.norm_eps, out=step.normed)
-        self.gate_up.forward(ops, step.normed, step.gate_up)
-        gate(ops, self.activation, step.gate_up, step.activated)
+        if len(self.gate_up.matrices) == 1:
+            (matrix,), bias = self.gate_up.matrices, self.gate_up.bias
+            ops.linear_gated(
+                step.normed, matrix, bias, self.activation, gate_up=step.gate_up, out=step.activated
+            )
+        else:
+            self.gate_up.forward(ops, step.normed, step.gate_up)
+            gate(ops, self.activation, step.gate_up, step.activated)
         if self.post_norm is None:
             self.down.add_to(ops, step.activated, step.hidden)
             return

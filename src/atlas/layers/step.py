@@ -7,7 +7,7 @@ shape: only the contents change.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,28 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """T rows of N sequences, of which L have logits, written from arena row ``first_logits``."""
+    """T rows of N sequences, of which L have logits, written from arena row ``first_logits``.
+
+    The first ``step_rows`` rows are step tokens (generated or drafted) of the first ``step_seqs``
+    sequences; the other rows are prompt tokens of the other sequences.
+    """
 
     rows: int
     seqs: int
     logits: int
     first_logits: int = 0
+    step_rows: int = 0
+    step_seqs: int = 0
+
+    @classmethod
+    def prompt(cls, rows: int, logits: int = 1) -> StepShape:
+        """A chunk of one prompt."""
+        return cls(rows, 1, logits)
+
+    @classmethod
+    def decode(cls, seqs: int) -> StepShape:
+        """One step token of each of ``seqs`` sequences, all with logits."""
+        return cls(seqs, seqs, seqs, 0, seqs, seqs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +53,9 @@ class StepBuffers:
     ----------
     token_ids, positions, slots : int32 [T]
     cu_rows : int32 [N + 1]
+        Rows cu_rows[n] … cu_rows[n + 1] − 1 are sequence n's.
+    prompt_cu_rows : int32 [prompt sequences + 1]
+        The same of the prompt rows alone, counted from the first of them.
     block_tables : int32 [N, M]
     logits_rows : int32 [L]
         Rows of the step whose logits are wanted.
@@ -52,12 +71,15 @@ class StepBuffers:
     last_hidden : float32 [L, D]
         The final norm's output.
     logits : float32 [L, C]
+    step_rows, step_seqs : int
+        As in ``StepShape``; 0 in the whole buffers.
     """
 
     token_ids: Array
     positions: Array
     slots: Array
     cu_rows: Array
+    prompt_cu_rows: Array
     block_tables: Array
     logits_rows: Array
     hidden: Array
@@ -75,6 +97,8 @@ class StepBuffers:
     expert_out: Array
     last_hidden: Array
     logits: Array
+    step_rows: int = 0
+    step_seqs: int = 0
 
     def view(self, shape: StepShape) -> StepBuffers:
         """The front of every buffer for a step of this shape."""
@@ -82,14 +106,18 @@ class StepBuffers:
         first = shape.first_logits
         by_name: dict[str, slice] = {
             "cu_rows": slice(0, shape.seqs + 1),
+            "prompt_cu_rows": slice(0, shape.seqs - shape.step_seqs + 1),
             "block_tables": slice(0, shape.seqs),
             "logits_rows": logits,
             "last_hidden": slice(first, first + shape.logits),
             "logits": slice(first, first + shape.logits),
         }
-        return StepBuffers(
-            *(getattr(self, name)[by_name.get(name, rows)] for name in self.__slots__)
-        )
+        arrays: dict[str, Any] = {
+            name: getattr(self, name)[by_name.get(name, rows)]
+            for name in self.__slots__
+            if not name.startswith("step_")
+        }
+        return replace(self, **arrays, step_rows=shape.step_rows, step_seqs=shape.step_seqs)
 
 
 _INTEGERS = (
@@ -97,6 +125,7 @@ _INTEGERS = (
     "positions",
     "slots",
     "cu_rows",
+    "prompt_cu_rows",
     "block_tables",
     "logits_rows",
     "expert_ids",
@@ -117,6 +146,7 @@ def buffer_shapes(
         "positions": (max_rows,),
         "slots": (max_rows,),
         "cu_rows": (max_seqs + 1,),
+        "prompt_cu_rows": (max_seqs + 1,),
         "block_tables": (max_seqs, max_blocks),
         "logits_rows": (logits_rows,),
         "hidden": (max_rows, config.hidden_size),
@@ -139,9 +169,8 @@ def buffer_shapes(
 
 def allocate(shapes: dict[str, tuple[int, ...]]) -> StepBuffers:
     """Zeroed buffers of these shapes; untouched pages cost no memory."""
-    return StepBuffers(
-        **{
-            name: pages.zeros(shape, np.int32 if name in _INTEGERS else np.float32)
-            for name, shape in shapes.items()
-        }
-    )
+    arrays: dict[str, Any] = {
+        name: pages.zeros(shape, np.int32 if name in _INTEGERS else np.float32)
+        for name, shape in shapes.items()
+    }
+    return StepBuffers(**arrays)

@@ -28,7 +28,7 @@ class Batch:
     rows : int32 [N]
         Rows of each sequence, 1 … K for step rows.
     kinds : tuple of {"prompt", "step"}
-        What each sequence's rows are; a batch may mix them.
+        What each sequence's rows are; a batch may mix them, step rows first.
     logits_rows : int32 [L]
         Rows of the step that get logits, in the order of the arena.
     first_logits : int
@@ -60,6 +60,11 @@ class Batch:
         """T."""
         return len(self.token_ids)
 
+    @property
+    def num_step_seqs(self) -> int:
+        """Sequences with step rows; they come first."""
+        return self.kinds.count("step")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
@@ -72,7 +77,9 @@ class Window:
 
 
 def build(windows: Sequence[Window], first_logits: int = 0) -> Batch:
-    """Concatenate windows; each starts at its sequence's committed length."""
+    """Concatenate windows, those of step rows first; each starts at its committed length."""
+    kinds = tuple(window.kind for window in windows)
+    assert kinds == tuple(sorted(kinds, reverse=True)), "step rows come before prompt rows"
     rows = np.array([len(window.token_ids) for window in windows], np.int32)
     ends = np.cumsum(rows)
     positions = [
@@ -88,7 +95,7 @@ def build(windows: Sequence[Window], first_logits: int = 0) -> Batch:
         positions=np.concatenate(positions)[None],
         seqs=[window.seq for window in windows],
         rows=rows,
-        kinds=tuple(window.kind for window in windows),
+        kinds=kinds,
         logits_rows=np.concatenate(logits_rows),
         first_logits=first_logits,
     )

@@ -271,7 +271,12 @@ class ModelCore:
         ``batch.first_logits`` on; the caller claims them.
         """
         buffers, rows = self.buffers, batch.num_rows
-        shape = StepShape(rows, len(batch.seqs), len(batch.logits_rows), batch.first_logits)
+        step_seqs = batch.num_step_seqs
+        step_rows = int(batch.rows[:step_seqs].sum())
+        first = batch.first_logits
+        shape = StepShape(
+            rows, len(batch.seqs), len(batch.logits_rows), first, step_rows, step_seqs
+        )
         buffers.token_ids[:rows] = batch.token_ids
         buffers.positions[:rows] = batch.positions[0]
         buffers.logits_rows[: shape.logits] = batch.logits_rows
@@ -284,9 +289,7 @@ class ModelCore:
             block, offset = np.divmod(positions, self.pools.block_size)
             buffers.slots[start : start + count] = table[block] * self.pools.block_size + offset
             start += int(count)
-        self.last_decode = None
-        self.arena.overwrite(shape.first_logits, shape.logits)
-        self.runtime.run(self.network, buffers, shape)
+        self._run(shape)
 
     def run_plan(self, plan: Plan) -> None:
         """One sweep for a scheduler's plan; its logits go to the arena rows from 0 on."""
@@ -300,9 +303,18 @@ class ModelCore:
             buffers.block_tables,
             buffers.logits_rows,
         )
+        step_rows = int(buffers.cu_rows[plan.num_decode])
+        self._run(
+            StepShape(plan.num_rows, plan.num_seqs, plan.num_logits, 0, step_rows, plan.num_decode)
+        )
+
+    def _run(self, shape: StepShape) -> None:
+        """The sweep, once the step's integers are in the buffers."""
+        buffers, seqs = self.buffers, shape.step_seqs
+        prompts = buffers.cu_rows[seqs : shape.seqs + 1]
+        np.subtract(prompts, shape.step_rows, out=buffers.prompt_cu_rows[: len(prompts)])
         self.last_decode = None
-        self.arena.overwrite(0, plan.num_logits)
-        shape = StepShape(plan.num_rows, plan.num_seqs, plan.num_logits)
+        self.arena.overwrite(shape.first_logits, shape.logits)
         self.runtime.run(self.network, buffers, shape)
 
     def argmax_rows(self, count: int) -> Ints:

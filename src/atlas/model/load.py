@@ -188,7 +188,7 @@ def _load(
         )
         network = builder.build()
         runtime.prepare(
-            network, buffers, [StepShape(rows, 1, 1) for rows in (limits.piece_rows, 1)]
+            network, buffers, [StepShape.prompt(limits.piece_rows), StepShape.decode(1)]
         )
         core = ModelCore(config, network, runtime, pools, buffers, limits)
     except BaseException:

@@ -1,10 +1,16 @@
-"""Paged attention and the store that fills its pools."""
+"""Paged attention and the store that fills its pools.
+
+Step tokens (generated or drafted) and prompt tokens run forms of their own: a backend may sum them
+in different orders, each of which depends on nothing but the row's position. The definition is one.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas.ops.norm import rmsnorm
+from atlas.ops.rope import rope
 from atlas.ops.spec import op
 
 Float = NDArray[np.float32]
@@ -38,7 +44,82 @@ def kv_store(
 
 
 @op
-def attention(
+def prepare_heads(
+    q: Float,
+    k: Float,
+    v: Float,
+    q_norm: Float | None,
+    k_norm: Float | None,
+    norm_eps: float,
+    positions: Int,
+    rope_table: Float,
+    slots: Int,
+    *,
+    k_pool: NDArray[np.floating],
+    v_pool: NDArray[np.floating],
+) -> None:
+    """Normalise and rotate the heads of q and k, and write k and v into their blocks.
+
+    Parameters
+    ----------
+    q : float32 [T, H, K]
+        Updated in place; rows may be strided.
+    k, v : float32 [T, HK, K]
+        Rows may be strided. What is left in ``k`` is not defined.
+    q_norm, k_norm : float32 [K], optional
+        Weights of an RMSNorm of each head, before the rotation (Qwen3, Gemma 3).
+    norm_eps : float
+    positions : int32 [T]
+    rope_table : float32 [P, 2, R/2]
+        As in :func:`atlas.ops.rope.rope`.
+    slots, k_pool, v_pool
+        As in :func:`kv_store`.
+    """
+    if q_norm is not None and k_norm is not None:
+        rmsnorm(q, q_norm, norm_eps, out=q)
+        rmsnorm(k, k_norm, norm_eps, out=k)
+    rope(q, positions, rope_table)
+    rope(k, positions, rope_table)
+    kv_store(k, v, slots, k_pool=k_pool, v_pool=v_pool)
+
+
+@op
+def attention_step(
+    q: Float,
+    k: Float,
+    v: Float,
+    q_norm: Float | None,
+    k_norm: Float | None,
+    norm_eps: float,
+    rope_table: Float,
+    slots: Int,
+    block_tables: Int,
+    cu_rows: Int,
+    positions: Int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    *,
+    k_pool: NDArray[np.floating],
+    v_pool: NDArray[np.floating],
+    out: Float,
+) -> None:
+    """All that lies between the QKV product and the output product, for step rows.
+
+    :func:`prepare_heads`, then causal attention as :func:`attention_prefill` describes it. A
+    sequence has one row, or up to K rows of a verify. What is left in ``q`` is not defined.
+    """
+    prepare_heads(
+        q, k, v, q_norm, k_norm, norm_eps, positions, rope_table, slots,
+        k_pool=k_pool, v_pool=v_pool,
+    )  # fmt: skip
+    attention_prefill(
+        q, k_pool, v_pool, block_tables, cu_rows, positions, scale, window, softcap, out=out
+    )
+
+
+@op
+def attention_prefill(
     q: Float,
     k_pool: NDArray[np.floating],
     v_pool: NDArray[np.floating],
@@ -51,7 +132,7 @@ def attention(
     *,
     out: Float,
 ) -> None:
-    """Causal attention of every row over its sequence's blocks.
+    """Causal attention of prompt rows over their sequences' blocks, after :func:`prepare_heads`.
 
     Parameters
     ----------

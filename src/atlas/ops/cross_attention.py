@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ops.attention import attention
+from atlas.ops.attention import attention_prefill
 from atlas.ops.spec import op
 
 Float = NDArray[np.float32]
@@ -44,11 +44,11 @@ def cross_attention(
 
     Notes
     -----
-    Order: that of ``attention`` at the source's last position, whatever rows share the source.
+    Order: that of ``attention_prefill`` at the source's last position, whatever rows share the source.
 
     Source
     ------
     Vaswani et al., "Attention Is All You Need" (2017), arXiv 1706.03762, section 3.2.3.
     """
     last = np.repeat(source_lens - 1, np.diff(cu_rows)).astype(np.int32)
-    attention(q, k_pool, v_pool, source_tables, cu_rows, last, scale, None, None, out=out)
+    attention_prefill(q, k_pool, v_pool, source_tables, cu_rows, last, scale, None, None, out=out)

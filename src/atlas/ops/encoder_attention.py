@@ -29,7 +29,7 @@ def encoder_attention(
 
     Notes
     -----
-    Order: that of ``attention``, with every key of the sequence in sight: it depends on a row's
+    Order: that of ``attention_prefill``, with every key of the sequence in sight: it depends on a row's
     place in its own sequence, not on the batch.
 
     Source

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from atlas.ops.blocks import HostMatrix, dequantize, integers
 from atlas.ops.spec import op
 
@@ -85,3 +86,33 @@ def linear(x: Float, weight: HostMatrix, bias: Float | None = None, *, out: Floa
 def linear_add(x: Float, weight: HostMatrix, bias: Float | None = None, *, out: Float) -> None:
     """out += x · weightᵀ + bias: :func:`linear` into a residual stream."""
     out[...] = out + (product(x, weight) if bias is None else product(x, weight) + bias)
+
+
+@op
+def linear_gated(
+    x: Float,
+    weight: HostMatrix,
+    bias: Float | None,
+    activation: str,
+    *,
+    gate_up: Float,
+    out: Float,
+) -> None:
+    """out = act(gate) · up, where [gate; up] = x · weightᵀ + bias: a gated MLP's first half.
+
+    Parameters
+    ----------
+    x : float32 [T, K]
+        Rows may be strided.
+    weight : matrix [2F, K]
+        The gate's rows, then ``up``'s.
+    bias : float32 [2F], optional
+    activation : {"silu", "gelu_tanh"}
+    gate_up : float32 [T, 2F]
+        Scratch: a backend that does not fuse the two halves leaves the product there.
+    out : float32 [T, F]
+        Written: the bits of :func:`linear` followed by the activation's op.
+    """
+    linear(x, weight, bias, out=gate_up)
+    gates = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+    gates[activation](gate_up, out=out)

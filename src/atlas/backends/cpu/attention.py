@@ -1,12 +1,15 @@
 """Paged attention: launches.
 
-A step with few rows shares the segments of each row out over the threads and merges them; a step
-with many rows gives each thread whole tiles of rows. Both compute the same bits.
+Step tokens and prompt tokens run the same bodies here. A step with few rows shares the segments of
+each row out over the threads and merges them; a step with many rows gives each thread whole tiles
+of rows. Both compute the same bits.
 """
 
 from __future__ import annotations
 
 from atlas.backends.cpu.device import Args, Array, Queue, address, float_bits
+from atlas.backends.cpu.norm import rmsnorm
+from atlas.backends.cpu.rope import rope
 from atlas.backends.cpu.target import simd_level
 from atlas.errors import CapabilityError, ShapeError
 from atlas.ops.attention import SEGMENT
@@ -27,7 +30,60 @@ def kv_store(
     queue.launch(f"attention.kv_store_{kind}", args, (k, v, slots, k_pool, v_pool))
 
 
-def attention(
+def prepare_heads(
+    queue: Queue,
+    q: Array,
+    k: Array,
+    v: Array,
+    q_norm: Array | None,
+    k_norm: Array | None,
+    norm_eps: float,
+    positions: Array,
+    rope_table: Array,
+    slots: Array,
+    *,
+    k_pool: Array,
+    v_pool: Array,
+) -> None:
+    if q_norm is not None and k_norm is not None:
+        rmsnorm(queue, q, q_norm, norm_eps, out=q)
+        rmsnorm(queue, k, k_norm, norm_eps, out=k)
+    rope(queue, q, positions, rope_table)
+    rope(queue, k, positions, rope_table)
+    kv_store(queue, k, v, slots, k_pool=k_pool, v_pool=v_pool)
+
+
+def attention_step(
+    queue: Queue,
+    q: Array,
+    k: Array,
+    v: Array,
+    q_norm: Array | None,
+    k_norm: Array | None,
+    norm_eps: float,
+    rope_table: Array,
+    slots: Array,
+    block_tables: Array,
+    cu_rows: Array,
+    positions: Array,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    *,
+    k_pool: Array,
+    v_pool: Array,
+    out: Array,
+) -> None:
+    prepare_heads(
+        queue, q, k, v, q_norm, k_norm, norm_eps, positions, rope_table, slots,
+        k_pool=k_pool, v_pool=v_pool,
+    )  # fmt: skip
+    attention_prefill(
+        queue, q, k_pool, v_pool, block_tables, cu_rows, positions, scale, window, softcap, out=out
+    )
+
+
+def attention_prefill(
     queue: Queue,
     q: Array,
     k_pool: Array,

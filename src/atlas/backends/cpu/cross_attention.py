@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from atlas.backends.cpu.attention import attention
+from atlas.backends.cpu.attention import attention_prefill
 from atlas.backends.cpu.device import Args, Array, Queue, address
 from atlas.ops.check import match_dims
 
@@ -29,6 +29,6 @@ def cross_attention(
     last = np.empty(len(q), np.int32)  # lives as long as the launch list
     args: Args = (address(cu_rows), address(source_lens), sizes["G"], address(last))
     queue.launch("cross_attention.last_positions", args, (cu_rows, source_lens, last))
-    attention(
+    attention_prefill(
         queue, q, k_pool, v_pool, source_tables, cu_rows, last, scale, None, None, out=out
     )

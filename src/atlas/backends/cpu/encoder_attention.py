@@ -18,9 +18,7 @@ _BLOCK = 16  # keys side by side in a vector
 def encoder_attention(
     queue: Queue, q: Array, k: Array, v: Array, cu_rows: Array, scale: float, *, out: Array
 ) -> None:
-    sizes = match_dims(
-        "T H K", q, "T H K", k, "T H K", v, "T H K", out, dtype="float32"
-    )
+    sizes = match_dims("T H K", q, "T H K", k, "T H K", v, "T H K", out, dtype="float32")
     match_dims("N1", cu_rows, dtype="int32")
     if not out.flags.c_contiguous:
         raise ShapeError("out must be contiguous")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from atlas.backends.cpu.activation import gelu_tanh_and_mul, silu_and_mul
 from atlas.backends.cpu.device import Args, Array, Queue, address
 from atlas.backends.cpu.pack import PackedMatrix
 from atlas.ops.check import match_dims
@@ -19,6 +20,21 @@ def linear_add(
     queue: Queue, x: Array, weight: PackedMatrix, bias: Array | None = None, *, out: Array
 ) -> None:
     _product(queue, x, weight, bias, out, accumulate=1)
+
+
+def linear_gated(
+    queue: Queue,
+    x: Array,
+    weight: PackedMatrix,
+    bias: Array | None,
+    activation: str,
+    *,
+    gate_up: Array,
+    out: Array,
+) -> None:
+    gates = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+    linear(queue, x, weight, bias, out=gate_up)
+    gates[activation](queue, gate_up, out=out)
 
 
 def _product(

@@ -16,7 +16,9 @@ def rmsnorm(queue: Queue, x: Array, weight: Array, eps: float, *, out: Array) ->
     queue.launch("norm.rmsnorm", args, (x, weight, out))
 
 
-def layernorm(queue: Queue, x: Array, weight: Array, bias: Array, eps: float, *, out: Array) -> None:
+def layernorm(
+    queue: Queue, x: Array, weight: Array, bias: Array, eps: float, *, out: Array
+) -> None:
     sizes = match_dims("T D", x, "D", weight, "D", bias, "T D", out, dtype="float32")
     args: Args = (address(x), x.strides[0], sizes["T"], sizes["D"], address(weight), address(bias))
     args += (float_bits(eps), address(out), out.strides[0])

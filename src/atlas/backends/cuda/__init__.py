@@ -1,0 +1,11 @@
+"""NVIDIA GPUs: the op vocabulary as launches of ``atlas_kernels``, through cuda-core and the driver.
+
+Nothing here is imported before an engine asks for the device; ``import atlas`` touches no CUDA
+library. Files named like those of ``atlas.ops`` compute launches; the others are the runtime:
+
+- ``driver``: the driver API, checked; ``device``: one GPU, its context, streams and kernels
+- ``array``: views of device memory; ``memory``: arenas and pinned host memory
+- ``launch``: the queue that ops write to; ``graph``: its lists, captured
+- ``module``: compiled kernels on the device; ``loading``: weights through pinned buffers
+- ``pools``: the paged KV pools; ``runtime``: what a model calls; ``backend``: what a load calls
+"""
