@@ -6,16 +6,11 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from atlas.errors import AtlasError, InvalidArgumentError
+from atlas.model.records import MAX_BEAMS, EarlyStopping
 from atlas.request import FinishReason, Timings, Usage
 from atlas.whole_number import whole_number
-
-MAX_BEAMS = 16
-"""Beams of a request at most."""
-
-EarlyStopping = bool | Literal["never"]
 
 Language = str | int
 """A code of the model's table such as ``eng_Latn``, or its token id."""

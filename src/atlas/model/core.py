@@ -270,17 +270,21 @@ class ModelCore:
         Every sequence must hold blocks for its rows. Logits go to the arena rows from
         ``batch.first_logits`` on; the caller claims them.
         """
-        buffers, rows = self.buffers, batch.num_rows
+        self._write(batch)
         step_seqs = batch.num_step_seqs
         step_rows = int(batch.rows[:step_seqs].sum())
-        first = batch.first_logits
-        shape = StepShape(
-            rows, len(batch.seqs), len(batch.logits_rows), first, step_rows, step_seqs
+        num_logits, first = len(batch.logits_rows), batch.first_logits
+        self._run(
+            StepShape(batch.num_rows, len(batch.seqs), num_logits, first, step_rows, step_seqs)
         )
+
+    def _write(self, batch: Batch) -> None:
+        """A batch's integers into the buffers."""
+        buffers, rows = self.buffers, batch.num_rows
         buffers.token_ids[:rows] = batch.token_ids
         buffers.positions[:rows] = batch.positions[0]
-        buffers.logits_rows[: shape.logits] = batch.logits_rows
-        np.cumsum(batch.rows, out=buffers.cu_rows[1 : shape.seqs + 1])
+        buffers.logits_rows[: len(batch.logits_rows)] = batch.logits_rows
+        np.cumsum(batch.rows, out=buffers.cu_rows[1 : len(batch.seqs) + 1])
         start = 0
         for i, (seq, count) in enumerate(zip(batch.seqs, batch.rows, strict=True)):
             table = buffers.block_tables[i]
@@ -289,7 +293,6 @@ class ModelCore:
             block, offset = np.divmod(positions, self.pools.block_size)
             buffers.slots[start : start + count] = table[block] * self.pools.block_size + offset
             start += int(count)
-        self._run(shape)
 
     def run_plan(self, plan: Plan) -> None:
         """One sweep for a scheduler's plan; its logits go to the arena rows from 0 on."""

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from numbers import Integral
 from typing import Literal
 
 from atlas.architectures.decoder import NetworkBuilder, Quantize
+from atlas.architectures.translator import TranslatorBuilder
 from atlas.architectures.weight_names import expected_weights
 from atlas.backends.cpu.pack import LANES, packed_format, tile_bytes
 from atlas.backends.cpu.runtime import CpuRuntime
 from atlas.backends.cpu.target import simd_level
 from atlas.cache.kv import BLOCK_SIZE, allocate_pools, kv_block_bytes
+from atlas.config import ModelConfig
 from atlas.errors import InvalidArgumentError, OutOfMemoryError
 from atlas.layers.step import StepShape, allocate, buffer_shapes
+from atlas.layers.translation_step import translation_buffer_shapes
 from atlas.model import Model
 from atlas.model.core import Limits, ModelCore
 from atlas.model.forward import DenseForward
 from atlas.model.lifecycle import DenseLifecycle
+from atlas.model.load_translator import load_translator
 from atlas.model.logits import DenseLogits
 from atlas.model.memory import MemoryPlan
-from atlas.model.records import metadata_rows
+from atlas.model.records import MAX_BEAMS, metadata_rows
 from atlas.model.streams import DenseStreams
 from atlas.model.verify import DenseVerify
 from atlas.ops.blocks import FORMATS
@@ -106,6 +110,8 @@ class LoadPlan:
         8-bit form of file formats without a kernel of their own.
     buffer_shapes : dict
     memory : MemoryPlan
+    max_source_len : int
+        Positions of the encoder; 0 without one.
     """
 
     limits: Limits
@@ -114,6 +120,7 @@ class LoadPlan:
     formats: dict[str, str]
     buffer_shapes: dict[str, tuple[int, ...]]
     memory: MemoryPlan
+    max_source_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,19 +180,27 @@ def _load(
 ) -> LoadedModel:
     config, limits = checkpoint.config, plan.limits
     pools = allocate_pools(config, plan.num_blocks, plan.kv_dtype)
-    buffers = allocate(plan.buffer_shapes)
     runtime = CpuRuntime(options.threads, on_compile)
-    try:
-        builder = NetworkBuilder(
-            checkpoint,
-            pools,
-            runtime.pack,
-            weights,
-            limits.max_seq_len,
-            widen=options.dtype == "float32",
-            quantize=options.quantize,
-            on_progress=on_progress,
+    build = TranslatorBuilder if config.encoder is not None else NetworkBuilder
+    builder = build(
+        checkpoint,
+        pools,
+        runtime.pack,
+        weights,
+        limits.max_seq_len,
+        widen=options.dtype == "float32",
+        quantize=options.quantize,
+        on_progress=on_progress,
+    )
+    memory = MemoryPlan(0, pools.nbytes, plan.memory.buffers)
+    if isinstance(builder, TranslatorBuilder):
+        translator = load_translator(
+            builder, runtime, pools, limits, plan.buffer_shapes, plan.max_source_len
         )
+        memory = replace(memory, weights=weights.nbytes)
+        return LoadedModel(*translator, memory, weights.formats, plan.kv_dtype)
+    buffers = allocate(plan.buffer_shapes)
+    try:
         network = builder.build()
         runtime.prepare(
             network, buffers, [StepShape.prompt(limits.piece_rows), StepShape.decode(1)]
@@ -202,7 +217,7 @@ def _load(
         streams=DenseStreams(core),
         verify=DenseVerify(core),
     )
-    memory = MemoryPlan(weights.nbytes, pools.nbytes, plan.memory.buffers)
+    memory = replace(memory, weights=weights.nbytes)
     return LoadedModel(model, core, memory, weights.formats, plan.kv_dtype)
 
 
@@ -221,19 +236,23 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
         )
     max_seq_len = options.max_seq_len or min(config.max_seq_len, _DEFAULT_SEQ_LEN)
     kv_dtype = _kv_dtype(options, checkpoint)
-    num_blocks = -(-(options.kv_tokens or max_seq_len) // BLOCK_SIZE)
-    max_rows = options.max_step_tokens
+    max_source_len = 0
+    if config.encoder is not None:
+        max_source_len = min(config.encoder.max_source_len, options.max_seq_len or _DEFAULT_SEQ_LEN)
+    kv_tokens = options.kv_tokens or default_kv_tokens(config, max_seq_len)
+    num_blocks = -(-kv_tokens // BLOCK_SIZE)
+    max_rows = max(options.max_step_tokens, max_source_len)
     most = metadata_rows(options.max_running)
     limits = Limits(
         max_rows,
         min(max_rows, _PIECE_ROWS),
-        most + _MAX_PREFILLS,
+        most + _MAX_PREFILLS if config.encoder is None else max(_LOGITS_ROWS, most),
         max(_LOGITS_ROWS, most + _MAX_PREFILLS),
         max_seq_len,
     )
-    buffers = buffer_shapes(
-        config, limits.max_rows, limits.max_seqs, -(-max_seq_len // BLOCK_SIZE), limits.logits_rows
-    )
+    shapes_of = buffer_shapes if config.encoder is None else translation_buffer_shapes
+    max_blocks = -(-max(max_seq_len, max_source_len) // BLOCK_SIZE)
+    buffers = shapes_of(config, limits.max_rows, limits.max_seqs, max_blocks, limits.logits_rows)
     shapes = expected_weights(config)
     formats = {
         name: _format_in_memory(name, stored, shapes[name], options)
@@ -244,7 +263,14 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
         kv_pool=num_blocks * kv_block_bytes(config, kv_dtype),
         buffers=sum(4 * prod(shape) for shape in buffers.values()),
     )
-    return LoadPlan(limits, num_blocks, kv_dtype, formats, buffers, memory)
+    return LoadPlan(limits, num_blocks, kv_dtype, formats, buffers, memory, max_source_len)
+
+
+def default_kv_tokens(config: ModelConfig, max_seq_len: int) -> int:
+    """Tokens in the KV pool: one sequence; behind an encoder, the widest search of 512 or more."""
+    if config.encoder is None:
+        return max_seq_len
+    return max(8 * max_seq_len, (MAX_BEAMS + 1) * min(max_seq_len, 512))
 
 
 def _format_in_memory(name: str, stored: str, shape: tuple[int, ...], options: LoadOptions) -> str:

@@ -44,7 +44,7 @@ def cross_attention(
 
     Notes
     -----
-    Order: that of ``attention_prefill`` at the source's last position, whatever rows share the source.
+    Order: that of ``attention_prefill`` at the source's last position, whatever rows share it.
 
     Source
     ------

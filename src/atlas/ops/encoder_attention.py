@@ -29,8 +29,8 @@ def encoder_attention(
 
     Notes
     -----
-    Order: that of ``attention_prefill``, with every key of the sequence in sight: it depends on a row's
-    place in its own sequence, not on the batch.
+    Order: that of ``attention_prefill``, with every key of the sequence in sight: it does not
+    depend on the batch.
 
     Source
     ------

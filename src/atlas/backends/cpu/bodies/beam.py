@@ -31,10 +31,10 @@ LOWEST, ZERO, NAN = _f(-np.inf), _f(0.0), _f(np.nan)
 
 @device
 def is_banned(token, banned, count):
+    found = False
     for i in range(count):
-        if load_i32(banned + i * 4) == token:
-            return True
-    return False
+        found = found or load_i32(banned + i * 4) == token
+    return found
 
 
 @device
