@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.errors import AtlasError, InvalidArgumentError
+from atlas.errors import (
+    AtlasError,
+    CallbackError,
+    InvalidArgumentError,
+    NonFiniteLogitsError,
+)
 from atlas.request import Delta, FinishReason, Sample, TokenLogprob
 from atlas.sampler import Sampled, Sampler, needs_logits
 from atlas.stops import TextStream
@@ -56,6 +61,7 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: AtlasError | None = None
+        self.score: float | None = None  # of a beam search's hypothesis
         self.last_token = -1
         self.last_token_s = 0.0  # when it came, of the process's clock; 0 = none came yet
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
@@ -140,6 +146,28 @@ class Generation:
             row = row.copy()  # the user's code may run this engine, which reuses the arena
         return self._sampler.sample(row, self.num_prompt_tokens + self.num_tokens)
 
+    def choose(self, row: NDArray[np.float32], greedy: int | None) -> Sampled | AtlasError:
+        """The next token, or what ends the sample in its place.
+
+        Parameters
+        ----------
+        row : float32 [C]
+        greedy : int, optional
+            The row's argmax, −1 where it is not finite; read unless ``needs_logits``.
+        """
+        try:
+            if self.needs_logits:
+                return self.choose_from(row)
+        except AtlasError as error:
+            return error
+        except Exception as error:
+            fault = CallbackError(f"logits_processor raised {error!r}")
+            fault.__cause__ = error
+            return fault
+        if greedy is None or greedy < 0:
+            return NonFiniteLogitsError("the model's logits hold NaN or infinity")
+        return Sampled(greedy)
+
     def push(self, sampled: Sampled) -> Delta:
         """Keep a chosen token; finishes the sample when it is an end, a stop or the last one."""
         token = sampled.token_id
@@ -219,4 +247,5 @@ class Generation:
             self.stop_reason,
             logprobs,
             self.error,
+            self.score,
         )

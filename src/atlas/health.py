@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from atlas.driver import Driver
+    from atlas.loop import Loop
     from atlas.model.lifetime import Lifetime
-    from atlas.step_loop import StepLoop
 
 HealthState = Literal["ok", "stalled", "failed", "closed"]
 
@@ -46,7 +46,7 @@ class Health:
 
 
 def check_health(
-    lifetime: Lifetime, driver: Driver, loop: StepLoop, stalled_after_s: float
+    lifetime: Lifetime, driver: Driver, loop: Loop, stalled_after_s: float
 ) -> Health:
     """Look at an engine from any thread; never waits for a step."""
     failure = driver.failure

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 
 from atlas._native.plan import EntryFlag, EntryKind, FinishReason, Plan
-from atlas._native.prefix_cache import PrefixCache
+from atlas._native.prefix_cache import MissReason, PrefixCache
 from atlas._native.scheduler import Scheduler
 from atlas.cache.host_store import HostStore
 from atlas.errors import (
     AtlasError,
-    CallbackError,
     KvExhausted,
     NonFiniteLogitsError,
 )
 from atlas.generation import Generation
 from atlas.interrupts import interrupts_deferred
 from atlas.live_request import LiveRequest
+from atlas.loop import Gauges
 from atlas.metrics import Recorder
 from atlas.model.core import ModelCore
 from atlas.model.records import PADDED_BATCH_SIZES
@@ -110,10 +110,35 @@ class StepLoop:
         self._forget_retired()
         self.store.forget(handle)  # what waits in host memory goes now, not at the next step
 
+    def require_pool(self, request: LiveRequest) -> None:
+        """Raise KvExhausted for a request that the pool could not hold even alone."""
+        most = len(request.prompt_ids) + request.generations[0].max_tokens - 1
+        blocks = -(-most // self.core.pools.block_size)
+        if blocks > self.core.blocks.num_total:
+            raise KvExhausted(
+                f"{len(request.prompt_ids)} prompt tokens and "
+                f"{request.generations[0].max_tokens} new ones need {blocks} KV blocks; "
+                f"the pool has {self.core.blocks.num_total} (raise kv_tokens)"
+            )
+
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
         return bool(self._by_handle)
+
+    def gauges(self) -> Gauges:
+        """What the scheduler, the prefix cache and the host store hold now."""
+        cache = self.cache
+        misses = dict.fromkeys(MissReason, 0) if cache is None else cache.misses
+        return Gauges(
+            waiting=self.scheduler.num_waiting,
+            running=self.scheduler.num_running,
+            cached_blocks=0 if cache is None else cache.num_blocks,
+            spilled_bytes=self.store.nbytes,
+            prefix_hits=0 if cache is None else cache.hits,
+            prefix_misses={reason.name.lower(): misses[reason] for reason in MissReason if reason},
+            preemptions=self.scheduler.num_preemptions,
+        )
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -205,7 +230,8 @@ class StepLoop:
             request, index = self._by_handle[handle]
             row = first + num_logits - 1
             for generation in self._due(request, index, kind):
-                chosen[-1].append((generation, self._choose(generation, row, greedy)))
+                best = None if greedy is None else int(greedy[row])
+                chosen[-1].append((generation, generation.choose(self._row(row), best)))
         return chosen
 
     def _due(self, request: LiveRequest, index: int, kind: int) -> list[Generation]:
@@ -214,19 +240,8 @@ class StepLoop:
             return [request.generations[index]]
         return [g for g in request.generations if not g.num_tokens and not g.finished]
 
-    def _choose(self, generation: Generation, row: int, greedy: Any) -> Sampled | AtlasError:
-        try:
-            if generation.needs_logits:
-                return generation.choose_from(self.core.buffers.logits[row])
-        except AtlasError as error:
-            return error
-        except Exception as error:
-            fault = CallbackError(f"logits_processor raised {error!r}")
-            fault.__cause__ = error
-            return fault
-        if greedy[row] < 0:
-            return NonFiniteLogitsError("the model's logits hold NaN or infinity")
-        return Sampled(int(greedy[row]))
+    def _row(self, row: int) -> Any:
+        return self.core.buffers.logits[row]
 
     def _settle(self, plan: Plan, choices: list[list[Choice]]) -> None:
         """Keep the tokens, tell the scheduler, then tell the clients."""
