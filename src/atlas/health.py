@@ -45,9 +45,7 @@ class Health:
     failure: str | None = None
 
 
-def check_health(
-    lifetime: Lifetime, driver: Driver, loop: Loop, stalled_after_s: float
-) -> Health:
+def check_health(lifetime: Lifetime, driver: Driver, loop: Loop, stalled_after_s: float) -> Health:
     """Look at an engine from any thread; never waits for a step."""
     failure = driver.failure
     if lifetime.closed or not lifetime.in_own_process:

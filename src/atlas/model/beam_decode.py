@@ -1,4 +1,4 @@
-"""A beam search in the decoder: its sequences, and sweeps that advance many searches at once."""
+"""Beam searches in the decoder, many at once, each run to its end."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atlas.errors import InvalidArgumentError, KvExhausted
-from atlas.model.batch import Window, build
 from atlas.model.beam_search import BeamSearch, Continuation
 from atlas.model.records import MAX_BEAMS, BeamHypothesis, BeamRequest
+from atlas.model.source_decode import SourceDecode, commit, sweep
 
 if TYPE_CHECKING:
     from atlas.model.core import Ints
     from atlas.model.encoded_source import EncodedSource
     from atlas.model.sequence import SequenceState
-    from atlas.model.translator_core import TranslatorCore
+    from atlas.model.translator_core import Floats, TranslatorCore
 
 
-class BeamDecode:
+class BeamDecode(SourceDecode):
     """One request's beams: a sequence each, all on one source.
 
     The first sweep runs start token and language tag in one sequence; from then on each beam's
@@ -37,19 +37,10 @@ class BeamDecode:
     """
 
     def __init__(self, core: TranslatorCore, source: EncodedSource, search: BeamSearch) -> None:
+        super().__init__(core, source, search.running[0].token_ids)
         self.search = search
-        self._core = core
-        self._source = source
-        self._seqs = [core.new_sequence(source)]
-        self._inputs = [np.array(search.running[0].token_ids, np.int32)]
 
-    def windows(self) -> list[Window]:
-        """The rows of the next sweep, one row of logits a beam."""
-        return [
-            Window(seq, ids, "step", 1) for seq, ids in zip(self._seqs, self._inputs, strict=True)
-        ]
-
-    def advance(self, ids: Ints, log_probs: np.ndarray) -> None:
+    def advance(self, ids: Ints, log_probs: Floats) -> None:
         """Take the sweep's candidates, [beams, k]; the beams that go on are reordered."""
         k = self.search.num_candidates
         going = self.search.step(ids[:, :k], log_probs[:, :k])
@@ -69,66 +60,14 @@ class BeamDecode:
                 seq.native.release()
         return seqs
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks held now, each counted once, the source's too."""
-        held = {int(block) for seq in self._seqs for block in seq.native.block_table}
-        return len(held) + len(self._source.blocks)
 
-    def blocks_needed(self) -> int:
-        """Blocks that the next sweep takes from the pool: for new positions, and for copies.
-
-        Of n beams that share the block they write, n − 1 copy it.
-        """
-        needed = 0
-        writers: dict[int, int] = {}
-        for seq, ids in zip(self._seqs, self._inputs, strict=True):
-            native = seq.native
-            end = native.seq_len + len(ids)
-            needed += max(0, -(-end // native.block_size) - native.num_blocks)
-            index = native.shared_block()
-            if index >= 0:
-                block = int(native.block_table[index])
-                writers[block] = writers.get(block, 0) + 1
-        return needed + sum(
-            count - (self._core.blocks.references(block) == count)
-            for block, count in writers.items()
-        )
-
-    def release(self) -> None:
-        """Give back every block, the source's too; once."""
-        for seq in self._seqs:
-            seq.native.release()
-        self._seqs, self._inputs = [], []
-        self._source.release()
-
-
-def sweep(core: TranslatorCore, windows: Sequence[Window]) -> None:
-    """One sweep of the decoder over rows of any requests; logits go to the arena from row 0 on.
-
-    If the pool runs out, or the sweep fails, no sequence has advanced; blocks already reserved
-    stay with their sequences.
-    """
-    for window in windows:
-        core.reserve(window.seq, window.seq.seq_len + len(window.token_ids))
-    core.run(build(windows))
-    for window in windows:
-        core.commit(window.seq, window.token_ids, window.kind)
-
-
-def advance_beams(core: TranslatorCore, decodes: Sequence[BeamDecode]) -> None:
-    """Candidates for the arena's first rows, which are those of ``decodes``, one after another.
-
-    A search whose row is not finite raises when its turn comes; the others have advanced or will.
-    """
+def candidates(core: TranslatorCore, decodes: Sequence[BeamDecode]) -> list[tuple[Ints, Floats]]:
+    """Each search's candidates in the arena's first rows: those of ``decodes``, in their order."""
     bans = [row for decode in decodes for row in decode.search.bans()]
     k = max(decode.search.num_candidates for decode in decodes)
     ids, log_probs = core.top_candidates(len(bans), k, bans)
-    start = 0
-    for decode in decodes:
-        stop = start + len(decode.search.running)
-        decode.advance(ids[start:stop], log_probs[start:stop])
-        start = stop
+    ends = np.cumsum([decode.num_rows for decode in decodes])[:-1]
+    return list(zip(np.split(ids, ends), np.split(log_probs, ends), strict=True))
 
 
 def beam_search(
@@ -151,8 +90,11 @@ def beam_search(
         while waiting or active:
             _admit(core, requests, prepared, waiting, active)
             decodes = list(active.values())
-            sweep(core, [window for decode in decodes for window in decode.windows()])
-            advance_beams(core, decodes)
+            windows = [window for decode in decodes for window in decode.windows()]
+            sweep(core, windows)
+            commit(core, windows)
+            for decode, (ids, log_probs) in zip(decodes, candidates(core, decodes), strict=True):
+                decode.advance(ids, log_probs)
             for i, decode in list(active.items()):
                 if decode.search.done:
                     results[i] = decode.search.best(requests[i].num_return)

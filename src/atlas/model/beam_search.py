@@ -162,6 +162,11 @@ class BeamSearch:
         at = self._max_len if grows else length
         return not best_running / np.float32(at**self._length_penalty) > self.ended[-1].score
 
+    def chosen(self) -> tuple[int, ...]:
+        """What the best running hypothesis, or with the search done the best of all, has chosen."""
+        best = self.ended[0] if self.done else self.running[0]
+        return best.token_ids[self._num_first :]
+
     def best(self, count: int) -> list[BeamHypothesis]:
         """The best of the ended hypotheses, without start token and language tag."""
         return [

@@ -12,8 +12,10 @@ from atlas._native.sequence import Sequence as NativeSequence
 from atlas.errors import InvalidArgumentError, PromptTooLongError
 from atlas.layers.encoder_decoder import EncoderDecoder
 from atlas.layers.translation_step import DecodeShape, EncodeShape, TranslationBuffers
+from atlas.model.batch import Window, build
 from atlas.model.core import Ints, Limits, ModelCore
 from atlas.model.encoded_source import EncodedSource
+from atlas.model.records import MAX_BEAMS
 from atlas.model.sequence import SequenceState
 
 if TYPE_CHECKING:
@@ -160,6 +162,21 @@ class TranslatorCore(ModelCore):
         self.runtime.prepare(self.network.encoder, self.buffers, [encode])
         self.runtime.prepare(self.network.decoder, self.buffers, [decode])
         self.runtime.device.compiler.address("beam.top_candidates")
+
+    def warm_up(self) -> None:
+        """Record the sweeps of one search of 1 … 16 beams, and read every weight once."""
+        source = self.source_ids([self.encoder_config.start_token_id], 0)
+        held = self.encode([source])[0]
+        seq = self.new_sequence(held)
+        try:
+            self.reserve(seq, 2)
+            self.run(build([Window(seq, self.first_tokens(0), "step", 1)]))
+            self.top_candidates(1, 1, [[]])
+        finally:
+            seq.native.release()
+            held.release()
+        shapes = [DecodeShape(n, n, 1, n) for n in range(1, MAX_BEAMS + 1)]
+        self.runtime.prepare(self.network.decoder, self.buffers, shapes)
 
     def run(self, batch: Batch) -> None:
         """One sweep of the decoder. Sequences of one source lie side by side in ``batch``."""

@@ -237,14 +237,14 @@ def _translator_copies(folder: SafetensorsFolder, config: ModelConfig) -> list[s
     Raises
     ------
     ModelFileError
-        A matrix that the config ties to the embedding differs from it.
+        The embeddings of source and target differ, or a head that the config ties to them.
     """
     first = m2m100.tensor_name(config, "embedding", folder.tensors)
     copies = m2m100.tied_copies(config, folder.tensors)
     for name in copies:
         if not _are_equal(folder, first, name):
             raise ModelFileError(
-                f"{folder.path}: {name} differs from {first}, to which the config ties it"
+                f"{folder.path}: {name} differs from {first}; allowed: one matrix for both"
             )
     return copies + [name for name in folder.tensors if m2m100.is_position_table(name)]
 
