@@ -129,9 +129,7 @@ def test_a_padded_batch(engine: Engine, reference: ReferenceTranslator, num_beam
 
 @pytest.mark.parametrize("shapes", [{}, {"scale_embedding": False, "d_model": 40}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_folders(
-    tmp_path: Path, dtype: torch.dtype, shapes: dict[str, Any]
-) -> None:
+def test_half_precision_folders(tmp_path: Path, dtype: torch.dtype, shapes: dict[str, Any]) -> None:
     reference = translation_model.build(tmp_path, dtype=dtype, **shapes)
     with Engine(tmp_path, threads=1, quiet=True) as engine, engine.paused() as model:
         source = reference.text(9)
