@@ -2,7 +2,7 @@
 
 python benchmarks/translate.py make FOLDER          random NLLB-200-600M, and its conversions
 python benchmarks/translate.py compare FOLDER       tokens a second of both, in turns
-python benchmarks/translate.py interleave FOLDER    one wide request among others: together, or whole
+python benchmarks/translate.py interleave FOLDER    a wide request among others: together, or whole
 
 ``make`` needs torch, transformers and ctranslate2; ``compare`` ctranslate2.
 """

@@ -101,7 +101,8 @@ def test_a_full_cache_preempts_and_changes_nothing(reference: ReferenceTranslato
             results = []
             for request_id in ids:
                 completion = events[request_id][-1].completion
-                assert completion is not None and completion.error is None
+                assert completion is not None
+                assert completion.error is None
                 for sample in completion.samples:
                     streamed = [
                         token
@@ -117,7 +118,8 @@ def test_a_full_cache_preempts_and_changes_nothing(reference: ReferenceTranslato
 
     want, none = run(None)
     got, some = run(16 * 33)
-    assert none == 0 and some > 0
+    assert none == 0
+    assert some > 0
     assert got == want
 
 
@@ -156,7 +158,8 @@ def test_a_processor_sees_the_decoders_tokens(
 
     params = SamplingParams(max_tokens=2, logits_processor=only_forty)
     translation = engine.translate(reference.text(3), params=params, **LANGUAGES)
-    assert translation.token_ids == (40, 40) and translation.finish_reason == "length"
+    assert translation.token_ids == (40, 40)
+    assert translation.finish_reason == "length"
     assert seen == [([2, TARGET], []), ([2, TARGET], [40])]
 
 
@@ -165,7 +168,8 @@ def test_cancelled(engine: Engine, reference: ReferenceTranslator) -> None:
     kept = engine.submit_translation(reference.text(9), max_tokens=3, **LANGUAGES)
     engine.step()
     waiting = engine.submit_translation(reference.text(9), **LANGUAGES)
-    assert engine.cancel(running) and engine.cancel(waiting)
+    assert engine.cancel(running)
+    assert engine.cancel(waiting)
     events = drained(engine)
     assert [e.finish_reason for e in events[running]] == ["cancelled"]
     assert [e.finish_reason for e in events[waiting]] == ["cancelled"]
@@ -278,7 +282,8 @@ def test_the_longest_source_and_the_longest_translation(
 ) -> None:
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     translation = engine.translate(reference.text(126), params=params, **LANGUAGES)
-    assert len(translation.token_ids) == 126 and translation.finish_reason == "length"
+    assert len(translation.token_ids) == 126
+    assert translation.finish_reason == "length"
 
 
 def test_more_than_the_cache_holds(reference: ReferenceTranslator) -> None:
