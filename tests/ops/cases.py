@@ -175,7 +175,7 @@ def gather_rows() -> Iterator[Case]:
 
 def linear() -> Iterator[Case]:
     for n, format in enumerate(FORMATS):
-        for rows in (1, 2, 3, 4, 5, 9):
+        for rows in (1, 2, 3, 4, 5, 9, 28):
             rng = _rng(8, n, rows)
             outputs, cols = (40, 512) if FORMATS[format].is_quantized else (37, 83)
             out = _nan(rows, outputs)

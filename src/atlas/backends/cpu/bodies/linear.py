@@ -1,8 +1,8 @@
 """Matrix products: activation quantisation, tiles of 16 outputs × 1 or 4 rows, and their loops.
 
-A tile function returns the sums of 16 outputs for one row or four. Within a row the order is the
-same in both (blocks or k ascending, one accumulator), so a row's bits do not depend on how many
-rows there are.
+A tile function returns the sums of 16 outputs for one row or four, or, for float weights, of 32
+outputs for eight rows. Within a row the order is the same in all (blocks or k ascending, one
+accumulator), so a row's bits do not depend on how many rows there are.
 """
 
 # mypy: ignore-errors
@@ -152,10 +152,46 @@ def _float_tiles(read, width):
     return tile_1, tile_4
 
 
+def _wide_tile(read, width):
+    @device
+    def tile_8(tile, second, k, x, y, fetch):
+        """Two tiles × eight rows: enough sums in flight to keep two multiply-add units busy."""
+        x0, x1, x2, x3 = x
+        x4, x5, x6, x7 = y
+        a0, a1, a2, a3 = zeros(), zeros(), zeros(), zeros()
+        a4, a5, a6, a7 = zeros(), zeros(), zeros(), zeros()
+        b0, b1, b2, b3 = zeros(), zeros(), zeros(), zeros()
+        b4, b5, b6, b7 = zeros(), zeros(), zeros(), zeros()
+        for i in range(k):
+            if fetch:
+                prefetch(tile + i * width + PREFETCH_BYTES)
+                prefetch(second + i * width + PREFETCH_BYTES)
+            w, v = read(tile + i * width), read(second + i * width)
+            s = splat(load_f32(x0 + i * 4))
+            a0, b0 = fma(w, s, a0), fma(v, s, b0)
+            s = splat(load_f32(x1 + i * 4))
+            a1, b1 = fma(w, s, a1), fma(v, s, b1)
+            s = splat(load_f32(x2 + i * 4))
+            a2, b2 = fma(w, s, a2), fma(v, s, b2)
+            s = splat(load_f32(x3 + i * 4))
+            a3, b3 = fma(w, s, a3), fma(v, s, b3)
+            s = splat(load_f32(x4 + i * 4))
+            a4, b4 = fma(w, s, a4), fma(v, s, b4)
+            s = splat(load_f32(x5 + i * 4))
+            a5, b5 = fma(w, s, a5), fma(v, s, b5)
+            s = splat(load_f32(x6 + i * 4))
+            a6, b6 = fma(w, s, a6), fma(v, s, b6)
+            s = splat(load_f32(x7 + i * 4))
+            a7, b7 = fma(w, s, a7), fma(v, s, b7)
+        return (a0, a1, a2, a3), (a4, a5, a6, a7), (b0, b1, b2, b3), (b4, b5, b6, b7)
+
+    return tile_8
+
+
 TILES = {name: _quantised_tiles(*functions) for name, functions in FORMATS.items()}
-TILES["f32"] = _float_tiles(load, 64)
-TILES["f16"] = _float_tiles(load_f16, 32)
-TILES["bf16"] = _float_tiles(load_bf16, 32)
+_FLOATS = {"f32": (load, 64), "f16": (load_f16, 32), "bf16": (load_bf16, 32)}
+TILES |= {name: _float_tiles(*read) for name, read in _FLOATS.items()}
+WIDE_TILES = {name: _wide_tile(*read) for name, read in _FLOATS.items()}
 
 
 @device
@@ -218,5 +254,66 @@ def _linear(tile_1, tile_4):
     return linear
 
 
+def _linear_wide(tile_1, tile_4, tile_8):
+    """As ``_linear``, with eight rows against two tiles where there are as many."""
+    narrow = device(_linear(tile_1, tile_4))
+
+    @device
+    def rows_of_four(tile, k, x, x_stride, row, stop, out, out_stride, count, bias, accumulate):
+        for first in range(row, stop, 4):
+            a = tile_4(tile, k, rows_from(x, x_stride, first, stop - 1), False)
+            target = out + first * out_stride
+            write_rows(target, out_stride, a, stop - first, count, bias, accumulate)
+
+    def linear(thread, num_threads, args):
+        x, x_stride, num_rows, k = args[0], args[1], args[2], args[3]
+        weight, tile_bytes, num_outputs = args[4], args[5], args[6]
+        out, out_stride, bias, accumulate = args[7], args[8], args[9], args[10]
+        rows_a_pass = args[11]
+        if num_rows < 8:
+            narrow(thread, num_threads, args)
+            return
+        num_tiles = (num_outputs + 15) // 16
+        first_tile = num_tiles * thread // num_threads
+        last_tile = num_tiles * (thread + 1) // num_threads
+        for start in range(0, num_rows, rows_a_pass):
+            stop = min(num_rows, start + rows_a_pass)
+            for t in range(first_tile, last_tile, 2):
+                # An odd last tile is its own neighbour.
+                u = min(t + 1, last_tile - 1)
+                tile, second = weight + t * tile_bytes, weight + u * tile_bytes
+                count, second_count = min(16, num_outputs - t * 16), min(16, num_outputs - u * 16)
+                tile_bias, second_bias = (bias + t * 64, bias + u * 64) if bias != 0 else (0, 0)
+                row = start
+                while row + 8 <= stop:
+                    last = stop - 1
+                    x_rows = rows_from(x, x_stride, row, last)
+                    y_rows = rows_from(x, x_stride, row + 4, last)
+                    a, b, c, d = tile_8(tile, second, k, x_rows, y_rows, row == start)
+                    here, below = out + row * out_stride, out + (row + 4) * out_stride
+                    write_rows(here + t * 64, out_stride, a, 4, count, tile_bias, accumulate)
+                    write_rows(below + t * 64, out_stride, b, 4, count, tile_bias, accumulate)
+                    if u > t:
+                        write_rows(
+                            here + u * 64, out_stride, c, 4, second_count, second_bias, accumulate
+                        )
+                        write_rows(
+                            below + u * 64, out_stride, d, 4, second_count, second_bias, accumulate
+                        )
+                    row += 8
+                rows_of_four(
+                    tile, k, x, x_stride, row, stop, out + t * 64, out_stride, count,
+                    tile_bias, accumulate,
+                )  # fmt: skip
+                if u > t:
+                    rows_of_four(
+                        second, k, x, x_stride, row, stop, out + u * 64, out_stride, second_count,
+                        second_bias, accumulate,
+                    )  # fmt: skip
+
+    return linear
+
+
 for _name, _tiles in TILES.items():
-    body(f"linear.{_name}")(_linear(*_tiles))
+    _wide = WIDE_TILES.get(_name)
+    body(f"linear.{_name}")(_linear(*_tiles) if _wide is None else _linear_wide(*_tiles, _wide))
