@@ -41,6 +41,8 @@ class Generation:
     sample_index : int
     weights : callable, optional
         The sampler's exponential (``Sampler``).
+    continues : bool
+        The text goes on where the prompt's ends; a translation's begins afresh.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Generation:
         max_seq_len: int,
         sample_index: int = 0,
         weights: Weights | None = None,
+        continues: bool = True,
     ) -> None:
         self.params = params
         self.index = sample_index
@@ -85,7 +88,7 @@ class Generation:
                 params.stop_strings if not params.min_tokens else (),
                 include_stop=params.include_stop,
                 skip_special=params.skip_special,
-                continues=True,  # the prompt comes before
+                continues=continues,
                 vocab_size=vocab_size,
             )
         self._tokens: list[int] = []

@@ -46,6 +46,7 @@ class Intake:
         self._path = path
         self._weights = weights
         self._chat: ChatTemplate | None = None
+        self._continues = True
         known = dict.fromkeys(core.config.eos_token_ids)
         if tokenizer is not None:
             known.update(dict.fromkeys(tokenizer.eos_token_ids))
@@ -132,6 +133,7 @@ class Intake:
             max_seq_len=self._core.limits.max_seq_len,
             sample_index=index,
             weights=self._weights,
+            continues=self._continues,
         )
 
 

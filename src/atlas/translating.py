@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atlas.errors import InvalidArgumentError
@@ -53,7 +54,13 @@ class Translating:
     ) -> None:
         languages = None
         if tokenizer is not None:
-            languages = Languages.from_tokenizer(tokenizer, core.config.vocab_size)
+            encoder = core.encoder_config
+            reserved = {
+                encoder.padding_token_id, encoder.start_token_id, *core.config.eos_token_ids
+            }  # fmt: skip
+            vocab_size = core.config.vocab_size
+            languages = Languages.from_folder(Path(path), tokenizer, vocab_size, reserved)
+            core.tag_last = languages.tag_last
         self.intake = TranslationIntake(core, tokenizer, languages, path, weights)
         self.loop = TranslationLoop(core, options)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,7 @@ class TranslationIntake(Intake):
         super().__init__(core, tokenizer, path, weights)
         self._translator = core
         self._languages = languages
+        self._continues = False  # a translation does not go on with its source
         self.eos_token_ids = core.config.eos_token_ids  # those that end a search
 
     @property
@@ -97,6 +100,8 @@ class TranslationIntake(Intake):
                 f"params and {', '.join(fields)} are given; allowed: one or the other"
             )
         if params is None:
+            for name in fields:
+                _require_beam_field(name)
             return BeamParams(**fields)  # type: ignore[arg-type]
         if isinstance(params, BeamParams):
             return params
@@ -151,6 +156,22 @@ class TranslationIntake(Intake):
             first_tokens=tuple(first),
             beam=beam,
         )
+
+
+def _require_beam_field(name: str) -> None:
+    """Raise for a keyword that is no field of BeamParams; sampling parameters are named as such."""
+    allowed = [item.name for item in fields_of(BeamParams)]
+    if name in allowed:
+        return
+    if name in {item.name for item in fields_of(SamplingParams)}:
+        raise InvalidArgumentError(
+            f"{name} has no meaning in a beam search; allowed: {', '.join(allowed)}, "
+            f"or params=SamplingParams({name}=…) in their place"
+        )
+    near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.0)
+    raise InvalidArgumentError(
+        f"unknown option {name!r}; did you mean {near[0]!r}? allowed: {', '.join(allowed)}"
+    )
 
 
 def _of_beams(params: BeamParams) -> SamplingParams:

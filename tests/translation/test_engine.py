@@ -253,9 +253,18 @@ def test_bad_options(engine: Engine, options: dict[str, Any], message: str) -> N
     assert not engine.has_unfinished()
 
 
-def test_unknown_fields_are_refused(engine: Engine) -> None:
-    with pytest.raises(TypeError, match="temperature"):
-        engine.translate([20, 21], temperature=1.0, **LANGUAGES)
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("temperature", "temperature has no meaning in a beam search; allowed: num_beams"),
+        ("num_beam", "unknown option 'num_beam'; did you mean 'num_beams'"),
+    ],
+)
+def test_unknown_fields_are_refused(engine: Engine, field: str, message: str) -> None:
+    options: dict[str, Any] = {field: 1}
+    with pytest.raises(InvalidArgumentError, match=message):
+        engine.translate([20, 21], **options, **LANGUAGES)
+    assert not engine.has_unfinished()
 
 
 @pytest.mark.parametrize(

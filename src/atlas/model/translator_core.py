@@ -37,6 +37,8 @@ class TranslatorCore(ModelCore):
     ----------
     default_languages : (int, int), optional
         Ids of the source's and the target's tag where a request says 0.
+    tag_last : bool
+        A source's tag stands behind its end token; else before its subwords.
     """
 
     network: EncoderDecoder  # type: ignore[assignment]
@@ -55,6 +57,7 @@ class TranslatorCore(ModelCore):
         super().__init__(config, network, runtime, pools, buffers, limits)  # type: ignore[arg-type]
         self.max_source_len = max_source_len
         self.default_languages: tuple[int, int] | None = None
+        self.tag_last = False
 
     @property
     def encoder_config(self) -> EncoderConfig:
@@ -86,7 +89,10 @@ class TranslatorCore(ModelCore):
         return ids[0], ids[1]
 
     def source_ids(self, subwords: TokenIds, language: int) -> Ints:
-        """What the encoder reads: the language's tag, the subwords, the end token."""
+        """What the encoder reads: the language's tag, the subwords, the end token.
+
+        With ``tag_last``: subwords, end token, tag.
+        """
         padding = self.encoder_config.padding_token_id
         if not len(subwords):
             raise InvalidArgumentError("the source is empty; allowed: one subword or more")
@@ -101,7 +107,9 @@ class TranslatorCore(ModelCore):
                 f"(the encoder's {self.max_source_len} positions less tag and end token)"
             )
         end = self.config.eos_token_ids[0]
-        return np.concatenate([[language], ids, [end]]).astype(np.int32)
+        subwords = ids.tolist()
+        placed = [*subwords, end, language] if self.tag_last else [language, *subwords, end]
+        return np.array(placed, np.int32)
 
     def first_tokens(self, target: int) -> Ints:
         """What every translation begins with: start token and the target's tag."""
