@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from atlas_kernels import build  # noqa: E402
-from atlas_kernels.attention_decode import SPLIT  # noqa: E402
+from atlas_kernels.attention_plan import SPLIT  # noqa: E402
 
 from tests.kernels.gpu import Gpu  # noqa: E402
 
@@ -77,14 +77,14 @@ class Layer:
         groups = -(-rows * self.group // tile)
         columns = self.batch * self.kv_heads * groups
         per_split = self.kv_heads * rows * self.group
-        partials = torch.empty(self.batch * splits * per_split, DIM, device="cuda")
-        sums = torch.empty(self.batch * splits * per_split, 2, device="cuda")
+        partials = torch.empty(self.batch * max(splits, 2) * per_split, DIM, device="cuda")
+        sums = torch.empty(self.batch * max(splits, 2) * per_split, 2, device="cuda")
         self.kept += [partials, sums, out, q]
         args = [q.data_ptr(), self.k.data_ptr(), self.v.data_ptr(), out.data_ptr()]
         args += [self.tables.data_ptr(), self.ints(np.arange(self.batch + 1) * rows)]
-        args += [self.ints(positions), self.ints(np.arange(self.batch + 1) * splits)]
-        args += [partials.data_ptr(), sums.data_ptr(), self.ints(np.zeros(columns))]
-        args += [self.heads, self.kv_heads, rows, 0, self.tables.shape[1]]
+        args += [self.ints(positions), partials.data_ptr(), sums.data_ptr()]
+        args += [self.ints(np.zeros(columns)), self.heads, self.kv_heads, rows]
+        args += [max(splits, 2), 0, self.tables.shape[1]]
         args += [q.stride(0) * 2, q.stride(0) * 2, np.float32(DIM**-0.5), np.float32(0)]
         name, grid = f"attention_decode_d128_r{tile}", (columns, min(workers, splits))
         return out, lambda: self.gpu.run(name, grid, args)

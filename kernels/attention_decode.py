@@ -18,110 +18,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from atlas_kernels._cuda import device, f32, i32, i64
-from atlas_kernels.attention_decode_parts import (
-    add_part,
-    combine_splits,
-    empty_row,
-    row_words,
-    store_output,
-    store_rows,
+from atlas_kernels.attention_decode_body import (
+    THREADS,
+    attention_body,
+    resident_blocks,
+    shared_bytes,
 )
-from atlas_kernels.kv_store import BLOCK_LEN
-from atlas_kernels.ptx_async import (
-    copy16_or_zero,
-    copy_commit,
-    copy_wait,
-    launch_dependents,
-    wait_prerequisites,
-)
-from atlas_kernels.ptx_math import (
-    fast_reciprocal,
-    quotient,
-    vector_scale,
-)
-from atlas_kernels.ptx_memory import (
-    atomic_add_b32,
-    dynamic_shared,
-    fence_device,
-    load_b32,
-    load_f32x2,
-    load_f32x4,
-    load_shared_b32,
-    load_shared_f32x2,
-    load_shared_f32x4,
-    store_b32,
-    store_f32x2,
-    store_f32x4,
-    store_shared_b32,
-)
-from atlas_kernels.ptx_tile import (
-    MASKED,
-    tile_decay,
-    tile_fill,
-    tile_mask,
-    tile_maximum,
-    tile_rows_fma,
-    tile_scale,
-    tile_scores,
-    tile_softcap,
-    tile_store,
-    tile_sum_lanes,
-    tile_values,
-    tile_weights,
-)
-from atlas_kernels.ptx_warp import (
-    block_x,
-    block_y,
-    lane_id,
-    num_blocks_y,
-    shuffle_b32,
-    sync_threads,
-    sync_warp,
-    thread_x,
-)
+from atlas_kernels.attention_plan import STEP_DIMS, step_tiles
+from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
 from atlas_kernels.registry import kernel
-
-SPLIT = 512
-"""Keys of a split: a part of the order, so of the bits. 256 cost 3 to 6 % of the speed at long
-contexts, in partial results, and won nothing at short ones."""
-THREADS = 128
-WARPS = THREADS // 32
-LOG2_E = 1.4426950408889634
-ROW_BYTES = 16  # of a row in the table in shared memory: first and last key, two floats unused
 
 VARIANTS = {
     f"d{dim}_r{16 * tiles}": (dim, tiles)
-    for dim, most in ((64, 2), (80, 2), (96, 2), (128, 2), (256, 1))
-    for tiles in range(1, most + 1)
+    for dim in STEP_DIMS
+    for tiles in range(1, step_tiles(dim) + 1)
 }
-
-
-def key_pitch(dim: int) -> int:
-    """Bytes from a row of keys, values or queries to the next: no bank conflicts."""
-    return 2 * dim + 16
-
-
-def stages(dim: int) -> int:
-    """Blocks of keys and values in flight for each warp."""
-    return 2 if dim <= 128 else 1
-
-
-def shared_bytes(dim: int, tiles: int) -> int:
-    """Dynamic shared memory: the warps' buffers, queries, limits, maxima and sums."""
-    return WARPS * stages(dim) * 2 * BLOCK_LEN * key_pitch(dim) + 16 * tiles * (
-        key_pitch(dim) + 8 + WARPS * 8
-    )
-
-
-def resident_blocks(dim: int, tiles: int) -> int:
-    """Thread blocks that an SM shall hold."""
-    return 3 if tiles * dim <= 128 else 2
 
 
 @kernel(
     "attention_decode",
-    args="ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64 i64 f32 f32",
+    args="ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i32 i64 i64 f32 f32",
     threads=THREADS,
     min_blocks=resident_blocks,
     shared=shared_bytes,
@@ -135,229 +51,24 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
 
     - ``tables`` int32 [N, ``table_stride``], ``cu_rows`` int32 [N + 1], ``positions`` int32 [T]:
       as in the op ``attention``; a sequence may have no rows;
-    - ``cu_splits`` int32 [N + 1]: room for at least ⌊last position / SPLIT⌋ + 1 splits of each
-      sequence, or with a window for those that its rows see;
-    - ``partials`` float32 [splits, HK, max_rows · group, K] and ``sums`` float32 [the same, 2]:
-      scratch, with the maximum (base 2) and the sum of a row;
+    - ``partials`` float32 [N, room, HK, max_rows · group, K] and ``sums`` float32 [the same, 2]:
+      scratch, with the maximum (base 2) and the sum of a row; ``room`` for the splits that a
+      sequence's rows see, or for two with one worker;
     - ``counters`` int32, one for each x of the grid: zero, and zero again afterwards;
     - ``window`` 0 and ``softcap`` 0 mean none; ``q_stride``, ``out_stride`` in bytes.
     """
-    chunks = dim // 8  # of 16 bytes in a row
-    pitch, depth, rows = key_pitch(dim), stages(dim), 16 * tiles
-    block_bytes = BLOCK_LEN * pitch
-    warp_bytes = depth * 2 * block_bytes
-    q_at = WARPS * warp_bytes
-    limits_at = q_at + rows * pitch
-    sums_at = limits_at + rows * 8
-    result_pitch = 4 * dim + 16  # the warps' results take the place of the buffers
-    per_lane = BLOCK_LEN * chunks // 32
-    regular = 32 % chunks == 0  # then a lane copies the same columns of every row it meets
-    vectors = dim // 4
-
-    scores_of, values_of = tile_scores(dim, 16, tiles, pitch), tile_values(dim, 16, tiles, pitch)
-    cap, mask = tile_softcap(16, tiles), tile_mask(16, tiles)
-    maximum_of, weights_of = tile_maximum(16, tiles), tile_weights(16, tiles)
-    decay_of, scale_rows = tile_decay(tiles), tile_scale(dim, tiles)
-    rows_fma, sum_lanes = tile_rows_fma(tiles), tile_sum_lanes(tiles)
-    no_values, no_sums = tile_fill(rows * dim // 32, 0.0), tile_fill(2 * tiles, 0.0)
-    no_maxima, scale_maxima = tile_fill(2 * tiles, MASKED), vector_scale(2 * tiles)
-    store_values = tile_store(dim, tiles, result_pitch)
-    load_rows, put_rows = row_words(tiles), store_rows(tiles)
-    copied, queries_copied = copy_wait(2 * depth - 1), copy_wait(2 * depth)
-    combine = combine_splits(dim)
-
-    @device
-    def copy_block(target, source, seen):
-        """A warp's copy of one head of a block; rows that nobody sees become zeros."""
-        if regular:
-            first_row = quotient(lane_id(), chunks)
-            target, source = target + (lane_id() + first_row) * 16, source + lane_id() * 16
-            for i in range(per_lane):
-                row = 32 * i // chunks
-                num_bytes = i32(16) if first_row + row < seen else i32(0)
-                copy16_or_zero(target + (32 * i + row) * 16, source + 32 * i * 16, num_bytes)
-        else:
-            for i in range(per_lane):
-                chunk = lane_id() + 32 * i
-                row = quotient(chunk, chunks)
-                num_bytes = i32(16) if row < seen else i32(0)
-                copy16_or_zero(target + (chunk + row) * 16, source + chunk * 16, num_bytes)
-
-    @device
-    def merge_warps(base, row, column):
-        """Four columns of a row: the warps' results, ascending."""
-        state, at = empty_row(), base + sums_at + row * 8
-        source = base + row * result_pitch + column * 4
-        for warp in range(WARPS):
-            part = load_shared_f32x2(at + warp * rows * 8)
-            state = add_part(state, part, load_shared_f32x4(source + warp * rows * result_pitch))
-        return state
+    attend = attention_body(dim, tiles)
 
     def attention_decode(
-        q, k_pool, v_pool, out, tables, cu_rows, positions, cu_splits, partials, sums, counters,
-        heads, kv_heads, max_rows, window, table_stride, q_stride, out_stride, scale, softcap,
+        q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,
+        heads, kv_heads, max_rows, room, window, table_stride, q_stride, out_stride, scale, softcap,
     ):  # fmt: skip
         launch_dependents()
         wait_prerequisites()
-        group = quotient(heads, kv_heads)
-        row_groups = quotient(max_rows * group + (rows - 1), rows)
-        pair = quotient(block_x(), row_groups)
-        begin = i32((block_x() - pair * row_groups) * rows)
-        sequence = quotient(pair, kv_heads)
-        head = i32(pair - sequence * kv_heads)
-        table = tables + i64(sequence) * table_stride * 4
-        # The most likely entries, into L1, while the row's place is being found.
-        load_b32(table + i64(min(block_y() * (SPLIT // 16), table_stride - 1)) * 4)
-        first_row = load_b32(cu_rows + sequence * 4)
-        count = (load_b32(cu_rows + sequence * 4 + 4) - first_row) * group - begin
-        count = i32(min(count, rows))
-        if count <= 0:
-            return
-        earliest = load_b32(positions + i64(first_row + quotient(begin, group)) * 4)
-        latest = load_b32(positions + i64(first_row + quotient(begin + count - 1, group)) * 4)
-        start = max(0, earliest - window + 1) if window > 0 else 0
-        first_split = start // SPLIT
-        num_splits = latest // SPLIT - first_split + 1
-        workers = min(num_blocks_y(), num_splits)
-        if block_y() >= workers:
-            return
-
-        base, lane, warp = dynamic_shared(), lane_id(), shuffle_b32(thread_x() >> 5, 0)
-        for chunk in range(thread_x(), rows * chunks, THREADS):
-            row = quotient(chunk, chunks)
-            index = begin + min(row, count - 1)
-            token = quotient(index, group)
-            source = q + i64(first_row + token) * q_stride
-            source += i64(head * group + index - token * group) * (2 * dim)
-            source += (chunk - row * chunks) * 16
-            num_bytes = i32(16) if row < count else i32(0)
-            copy16_or_zero(base + q_at + (chunk + row) * 16, source, num_bytes)
-        copy_commit()
-        if thread_x() < rows:
-            index = begin + min(thread_x(), count - 1)
-            position = load_b32(positions + i64(first_row + quotient(index, group)) * 4)
-            at = base + limits_at + thread_x() * 8
-            store_shared_b32(at, max(0, position - window + 1) if window > 0 else 0)
-            store_shared_b32(at + 4, position)
-
-        factor = f32(LOG2_E) if softcap > f32(0) else scale * f32(LOG2_E)
-        inner = scale * fast_reciprocal(softcap) if softcap > f32(0) else f32(0)
-        buffers = base + warp * warp_bytes
-        q_row = base + q_at + (lane & 15) * pitch + (lane >> 4) * 16
-        k_row = (lane & 7) * pitch + (lane >> 4) * (8 * pitch) + (lane & 8) * 2
-        v_row = (lane & 15) * pitch + (lane >> 4) * 16
-        head_bytes = BLOCK_LEN * dim * 2
-        place = i64(load_b32(cu_splits + sequence * 4)) * kv_heads + head
-        place = place * (max_rows * group) + begin
-        step = i64(kv_heads) * max_rows * group  # from a split's partial results to the next one's
-        split = first_split + block_y()
-        while split < first_split + num_splits:
-            low = max(split * (SPLIT // 16), start >> 4)
-            high = min((split + 1) * (SPLIT // 16) - 1, latest >> 4)
-            entry = load_b32(
-                table + i64(min(split * (SPLIT // 16) + (lane & (SPLIT // 16 - 1)), high)) * 4
-            )
-            block = low + ((warp - low) & (WARPS - 1))
-            for stage in range(depth):
-                ahead = block + stage * WARPS
-                if ahead <= high:
-                    number = shuffle_b32(entry, ahead & (SPLIT // 16 - 1))
-                    source = (i64(number) * kv_heads + head) * head_bytes
-                    target = buffers + stage * (2 * block_bytes)
-                    copy_block(target, k_pool + source, latest + 1 - ahead * 16)
-                    copy_commit()
-                    copy_block(target + block_bytes, v_pool + source, latest + 1 - ahead * 16)
-                    copy_commit()
-                else:
-                    copy_commit()
-                    copy_commit()
-            queries_copied()
-            sync_threads()
-            first = load_rows(base + limits_at + (lane >> 2) * 8)
-            last = load_rows(base + limits_at + (lane >> 2) * 8 + 4)
-            values, maxima, totals = no_values(), no_maxima(), no_sums()
-            stage = 0
-            while block <= high:
-                at = buffers + stage * (2 * block_bytes)
-                ahead = block + depth * WARPS
-                number = shuffle_b32(entry, ahead & (SPLIT // 16 - 1))
-                source = (i64(number) * kv_heads + head) * head_bytes
-                seen = latest + 1 - ahead * 16
-                copied()
-                sync_warp()
-                scores = scores_of(q_row, at + k_row)
-                sync_warp()
-                if ahead <= high:
-                    copy_block(at, k_pool + source, seen)
-                copy_commit()
-                if softcap > f32(0):
-                    scores = cap(scores, inner, softcap)
-                scores = mask(scores, first, last, block * 16 + 2 * (lane & 3))
-                greatest = maximum_of(scores, maxima)
-                decay = decay_of(maxima, greatest, factor)
-                maxima = greatest
-                weights, parts = weights_of(scores, maxima, factor)
-                totals = rows_fma(totals, decay, parts)
-                values = scale_rows(values, decay)
-                copied()
-                sync_warp()
-                values = values_of(values, weights, at + block_bytes + v_row)
-                sync_warp()
-                if ahead <= high:
-                    copy_block(at + block_bytes, v_pool + source, seen)
-                copy_commit()
-                block += WARPS
-                stage = 0 if stage == depth - 1 else stage + 1
-            totals = sum_lanes(totals)
-            sync_threads()  # the buffers are free
-            at = base + (warp * rows + (lane >> 2)) * result_pitch + (lane & 3) * 8
-            store_values(values, at)
-            if lane & 3 == 0:
-                at = base + sums_at + (warp * rows + (lane >> 2)) * 8
-                put_rows(at, scale_maxima(maxima, factor))
-                put_rows(at + 4, totals)
-            sync_threads()
-            done = split - first_split
-            for item in range(thread_x(), count * vectors, THREADS):
-                row = quotient(item, vectors)
-                column = (item - row * vectors) * 4
-                maximum, total, columns = merge_warps(base, row, column)
-                if workers == 1:
-                    state = empty_row()
-                    if done > 0:
-                        at = place + row + ((done - 1) & 1) * step
-                        before = load_f32x4(partials + (at * dim + column) * 4)
-                        pair = load_f32x2(sums + at * 8)
-                        state = pair[0], pair[1], before
-                    maximum, total, columns = add_part(state, (maximum, total), columns)
-                at = place + row + (done & 1 if workers == 1 else done) * step
-                if workers == 1 and done == num_splits - 1:
-                    token = quotient(begin + row, group)
-                    target = out + i64(first_row + token) * out_stride + column * 2
-                    target += i64(head * group + begin + row - token * group) * (2 * dim)
-                    store_output(target, columns, total)
-                else:
-                    store_f32x4(partials + (at * dim + column) * 4, columns)
-                    if column == 0:
-                        store_f32x2(sums + at * 8, (maximum, total))
-            sync_threads()
-            split += workers
-
-        if workers > 1:
-            fence_device()
-            sync_threads()
-            if thread_x() == 0:
-                finished = atomic_add_b32(counters + i64(block_x()) * 4, 1)
-                store_shared_b32(base, finished)
-            sync_threads()
-            if load_shared_b32(base) == workers - 1:
-                fence_device()
-                if thread_x() == 0:
-                    store_b32(counters + i64(block_x()) * 4, 0)
-                for row in range(warp, count, WARPS):
-                    token = quotient(begin + row, group)
-                    target = out + i64(first_row + token) * out_stride
-                    target += i64(head * group + begin + row - token * group) * (2 * dim)
-                    combine(partials, sums, place + row, step, num_splits, target)
+        attend(
+            q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,
+            heads, kv_heads, max_rows, room, window, table_stride, q_stride, out_stride, scale,
+            softcap, (),
+        )  # fmt: skip
 
     return attention_decode

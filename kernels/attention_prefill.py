@@ -17,7 +17,8 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
-from atlas_kernels.attention_decode import LOG2_E, key_pitch
+from atlas_kernels.attention_decode_body import LOG2_E, key_pitch
+from atlas_kernels.attention_plan import PREFILL_SHAPES, prefill_variant
 from atlas_kernels.kv_store import BLOCK_LEN
 from atlas_kernels.ptx_async import (
     copy16_or_zero,
@@ -62,11 +63,8 @@ FOREVER = 1 << 30
 """Keys that a row without a window looks back."""
 
 VARIANTS = {
-    f"d{dim}_k{keys}": (dim, keys, tiles)
-    for dim, keys, tiles in (
-        (64, 64, 2), (80, 64, 2), (96, 32, 2), (128, 32, 2), (256, 16, 1),
-    )
-}  # fmt: skip
+    prefill_variant(dim): (dim, keys, tiles) for dim, (keys, tiles) in PREFILL_SHAPES.items()
+}
 
 
 def shared_bytes(dim: int, keys: int, tiles: int) -> int:

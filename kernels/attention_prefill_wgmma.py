@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
-from atlas_kernels.attention_decode import LOG2_E
+from atlas_kernels.attention_decode_body import LOG2_E
 from atlas_kernels.ptx_async import (
     async_fence,
     barrier_arrive_if,

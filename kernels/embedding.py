@@ -1,12 +1,15 @@
-"""Token embedding and row selection."""
+"""Token embedding, also of quantised tables, and row selection."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from atlas_kernels import ptx_memory as memory
-from atlas_kernels._cuda import f32, i64
+from atlas_kernels._cuda import device, f32, i32, i64
+from atlas_kernels.gemm_step_plan import LINE_BYTES
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
+from atlas_kernels.ptx_math import from_f16
 from atlas_kernels.ptx_warp import block_x, block_y, thread_x
 from atlas_kernels.registry import kernel
 from atlas_kernels.vector import Access, access
@@ -50,6 +53,79 @@ def make_embedding(table_rows: Access, rows: Access) -> Any:
             store(out + block_x() * out_stride + at * item, values)
 
     return embedding
+
+
+_ZERO = np.float32(0)
+
+
+def _block(type: str, rows: Access) -> Any:
+    """(block, out, scale): 32 elements of a quantised row, d · q (+ m), times ``scale``."""
+    store, item = rows.store, rows.item_bytes
+    has_bytes, has_minimum = type == "q8_0", type == "q4_1"
+    offset = i32({"q8_0": 0, "q4_0": 8, "q4_1": 0}[type])
+    first, words = 4 if has_minimum else 2, 16 if has_bytes else 8
+    load_half = memory.load_constant_b16
+
+    @device
+    def value(integer, d, m, scale):
+        weight = d * f32(integer - offset)
+        if has_minimum:
+            weight = weight + m
+        return weight * scale
+
+    @device
+    def write(block, out, scale):
+        d, m = from_f16(load_half(block)), _ZERO
+        if has_minimum:
+            m = from_f16(load_half(block + 2))
+        for i in range(words):
+            word = i32(load_half(block + first + 2 * i))
+            if has_bytes:
+                low, high = i32(word << 24) >> 24, word >> 8
+                pair = (value(low, d, m, scale), value(high, d, m, scale))
+                store(out + 2 * i * item, pair)
+            else:
+                low = (value(word & 15, d, m, scale), value((word >> 8) & 15, d, m, scale))
+                high = (value((word >> 4) & 15, d, m, scale), value((word >> 12) & 15, d, m, scale))
+                store(out + 2 * i * item, low)
+                store(out + (2 * i + 16) * item, high)
+
+    return write
+
+
+@kernel(
+    "embedding",
+    args="ptr ptr ptr i32 i64 i64 f32",
+    threads=THREADS,
+    variants={
+        f"{table}_{out}": (table, access(out, 2)) for table in LINE_BYTES for out in ("bf16", "f32")
+    },
+)
+def make_embedding_blocks(type: str, rows: Access) -> Any:
+    """``embedding`` of blocks as GGUF stores them; grid (rows, ⌈D / 4096⌉).
+
+    Without ids (0) row t is the table's row t: with a scale of 1 the matrix, dequantised.
+    """
+    write, zero, store, item = _block(type, rows), rows.zero, rows.store, rows.item_bytes
+    block_bytes = LINE_BYTES[type] // 2
+
+    def embedding_blocks(ids, table, out, dim, table_stride, out_stride, scale):
+        launch_dependents()
+        wait_prerequisites()
+        at = (block_y() * THREADS + thread_x()) * 32
+        if at < dim:
+            token = i64(block_x())
+            if ids != 0:
+                token = i64(memory.load_b32(ids + token * 4))
+            target = out + block_x() * out_stride + at * item
+            if token >= 0:
+                block = table + token * table_stride + (at >> 5) * block_bytes
+                write(block, target, f32(scale))
+            else:
+                for i in range(16):
+                    store(target + 2 * i * item, zero())
+
+    return embedding_blocks
 
 
 @kernel(

@@ -192,7 +192,7 @@ def _write(tile: StepTile) -> Any:
     @device
     def write(
         base, split, column0, num_columns, m, bias, residual, out, residual_stride, out_stride,
-        out_is_f32,
+        option,
     ):  # fmt: skip
         first = i32(split * rows_each)
         count = i32(min(i32(rows_each), i32(m - first)) * quads)
@@ -202,12 +202,12 @@ def _write(tile: StepTile) -> Any:
             if column < num_columns:
                 if gated:
                     gate, up = sums(source), sums(i32(source + half_bytes))
-                    finish_gated(gate, up, row, column, num_columns, bias, out, out_stride)
+                    finish_gated(gate, up, row, column, num_columns, bias, out, out_stride, option)
                 else:
                     total = sums(source)
                     finish(
                         total, row, column, bias, residual, out, residual_stride, out_stride,
-                        out_is_f32,
+                        option,
                     )  # fmt: skip
 
     return write
@@ -226,8 +226,9 @@ def make_gemm_step(tile: StepTile) -> Any:
     """out [m, n] = x [m, k] · Wᵀ + bias + residual, or gated [m, n / 2]; grid (tile.grid(n)).
 
     Arguments: the tensor maps of W (boxes of 64 × ``box_rows``) and of x (64 × ``rows``), both
-    bf16 with the 128-byte swizzle; bias (float32) and residual (bf16) or 0; out, bf16 or float32
-    as ``out_is_f32`` says (gated: bf16, no residual); n, k, m; strides in bytes.
+    bf16 with the 128-byte swizzle; bias (float32) and residual (bf16) or 0; out, bf16, or float32
+    where ``option`` is 1 (gated: bf16, no residual, and ``option`` chooses gelu with tanh); n, k,
+    m; strides in bytes.
     """
     splits, box_rows, k_block, consumers = (
         tile.k_splits,
@@ -240,7 +241,7 @@ def make_gemm_step(tile: StepTile) -> Any:
     sync_blocks = sync_threads if splits == 1 else sync_cluster
 
     def gemm_step(
-        map_w, map_x, bias, residual, out, n, k, m, residual_stride, out_stride, out_is_f32
+        map_w, map_x, bias, residual, out, n, k, m, residual_stride, out_stride, option
     ):
         launch_dependents()
         base, thread = dynamic_shared(), thread_x()
@@ -260,7 +261,7 @@ def make_gemm_step(tile: StepTile) -> Any:
         sync_blocks()
         write(
             base, split, column0, num_columns, m, bias, residual, out, residual_stride, out_stride,
-            out_is_f32,
+            option,
         )  # fmt: skip
         if splits > 1:
             sync_cluster()  # nobody leaves while its memory is read

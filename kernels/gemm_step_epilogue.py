@@ -1,4 +1,4 @@
-"""What the step GEMM does with its sums: bias, residual, silu · mul, one rounding, the store.
+"""What the step GEMM does with its sums: bias, residual, act · mul, one rounding, the store.
 
 Four neighbouring columns at once: ``out``, ``bias`` and ``residual`` rows hold a multiple of four
 columns and lie a multiple of 16 bytes apart.
@@ -7,7 +7,7 @@ columns and lie a multiple of 16 bytes apart.
 from __future__ import annotations
 
 from atlas_kernels._cuda import device, f32, i64
-from atlas_kernels.activation import silu_mul
+from atlas_kernels.activation import gelu_tanh_mul, silu_mul
 from atlas_kernels.ptx_math import pack_bf16, unpack_bf16, vector_add
 from atlas_kernels.ptx_memory import (
     load_b32x2,
@@ -42,20 +42,25 @@ def finish(total, row, column, bias, residual, out, residual_stride, out_stride,
 
 
 @device
-def _gate_pair(gate, up):
-    """silu · mul of two pairs, both rounded to bf16 first: as if they had been stored."""
+def _gate_pair(gate, up, is_gelu):
+    """act · mul of two pairs, both rounded to bf16 first: as if they had been stored."""
     g0, g1 = unpack_bf16(pack_bf16(gate[0], gate[1]))
     u0, u1 = unpack_bf16(pack_bf16(up[0], up[1]))
+    if is_gelu != 0:
+        return f32(gelu_tanh_mul(g0, u0)), f32(gelu_tanh_mul(g1, u1))
     return f32(silu_mul(g0, u0)), f32(silu_mul(g1, u1))
 
 
 @device
-def finish_gated(gate, up, row, column, num_columns, bias, out, out_stride):
-    """out = silu(gate + bias) · (up + its bias): the bits of a product stored and then gated."""
+def finish_gated(gate, up, row, column, num_columns, bias, out, out_stride, is_gelu):
+    """out = act(gate + bias) · (up + its bias): the bits of a product stored and then gated.
+
+    ``act`` is silu, or gelu with tanh.
+    """
     if bias != 0:
         gate = add4(gate, load_constant_f32x4(bias + i64(column) * 4))
         up = add4(up, load_constant_f32x4(bias + i64(num_columns + column) * 4))
-    a, b = _gate_pair((gate[0], gate[1]), (up[0], up[1]))
-    c, d = _gate_pair((gate[2], gate[3]), (up[2], up[3]))
+    a, b = _gate_pair((gate[0], gate[1]), (up[0], up[1]), is_gelu)
+    c, d = _gate_pair((gate[2], gate[3]), (up[2], up[3]), is_gelu)
     target = out + i64(row) * out_stride + i64(column) * 2
     store_b32x2(target, (pack_bf16(a, b), pack_bf16(c, d)))

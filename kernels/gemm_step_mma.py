@@ -114,8 +114,8 @@ def make_gemm_step_mma(tile: MmaTile) -> Any:
     """out [m, n] = x [m, k] · Wᵀ + bias + residual, or gated [m, n / 2]; grid (tile.grid(n)).
 
     Arguments: W and x (bf16, rows a multiple of 16 bytes apart, k a multiple of 8); bias (float32)
-    and residual (bf16) or 0; out, bf16 or float32 as ``out_is_f32`` says (gated: bf16, no
-    residual); n, k, m; strides in bytes.
+    and residual (bf16) or 0; out, bf16, or float32 where ``option`` is 1 (gated: bf16, no residual,
+    and ``option`` chooses gelu with tanh); n, k, m; strides in bytes.
     """
     splits, stages, stage_bytes = tile.k_splits, tile.stages, tile.stage_bytes
     halves, box_rows, ahead = 2 if tile.gated else 1, tile.box_rows, tile.stages - 1
@@ -130,7 +130,7 @@ def make_gemm_step_mma(tile: MmaTile) -> Any:
 
     def gemm_step_mma(
         w, x, bias, residual, out, n, k, m, w_stride, x_stride, residual_stride, out_stride,
-        out_is_f32,
+        option,
     ):  # fmt: skip
         launch_dependents()
         base = dynamic_shared()
@@ -164,7 +164,7 @@ def make_gemm_step_mma(tile: MmaTile) -> Any:
         sync_threads()
         write(
             base, column0, num_columns, m, bias, residual, out, residual_stride, out_stride,
-            out_is_f32,
+            option,
         )  # fmt: skip
 
     return gemm_step_mma

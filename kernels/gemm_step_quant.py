@@ -184,7 +184,7 @@ def make_gemm_step_quant(tile: MmaTile, type: str) -> Any:
 
     def gemm_step_quant(
         w, x, bias, residual, out, n, k, m, w_stride, x_stride, residual_stride, out_stride,
-        out_is_f32,
+        option,
     ):  # fmt: skip
         launch_dependents()
         base = dynamic_shared()
@@ -217,7 +217,7 @@ def make_gemm_step_quant(tile: MmaTile, type: str) -> Any:
         sync_threads()
         write(
             base, column0, num_columns, m, bias, residual, out, residual_stride, out_stride,
-            out_is_f32,
+            option,
         )  # fmt: skip
 
     return gemm_step_quant

@@ -111,7 +111,7 @@ def writer(tile: MmaTile) -> Any:
 
     @device
     def write(
-        base, column0, num_columns, m, bias, residual, out, residual_stride, out_stride, out_is_f32
+        base, column0, num_columns, m, bias, residual, out, residual_stride, out_stride, option
     ):
         for e in range(thread_x(), m * quads, threads):
             row, at = quotient(i32(e), quads), i32(remainder(i32(e), quads) * 4)
@@ -119,12 +119,12 @@ def writer(tile: MmaTile) -> Any:
             if column < num_columns:
                 if gated:
                     gate, up = sums(source), sums(i32(source + half_bytes))
-                    finish_gated(gate, up, row, column, num_columns, bias, out, out_stride)
+                    finish_gated(gate, up, row, column, num_columns, bias, out, out_stride, option)
                 else:
                     total = sums(source)
                     finish(
                         total, row, column, bias, residual, out, residual_stride, out_stride,
-                        out_is_f32,
+                        option,
                     )  # fmt: skip
 
     return write

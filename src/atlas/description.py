@@ -10,7 +10,7 @@ from atlas.model.lifetime import Lifetime
 from atlas.model.load import LoadedModel
 
 
-def describe(loaded: LoadedModel, path: str, format_name: str, threads: int) -> dict[str, str]:
+def describe(loaded: LoadedModel, path: str, format_name: str, reason: str) -> dict[str, str]:
     """Short texts by name: model, file, weights, memory, sequence, device, state."""
     core, plan = loaded.core, loaded.plan
     formats = Counter(loaded.formats.values())
@@ -22,7 +22,7 @@ def describe(loaded: LoadedModel, path: str, format_name: str, threads: int) -> 
         "memory": f"{plan.weights / 2**20:.0f} MiB weights, "
         f"{plan.kv_pool / 2**20:.0f} MiB KV ({loaded.kv_dtype})",
         "sequence": f"up to {core.limits.max_seq_len} positions",
-        "device": f"{core.runtime.fingerprint}, {threads} threads",
+        "device": f"{core.runtime.words} ({reason})",
         "state": _state(core.lifetime),
     }
 

@@ -260,9 +260,11 @@ class Driver:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """The calling thread's turn on the model; the owner thread waits."""
+        """The calling thread's turn on the model, with no step under way; the owner waits."""
         self._core.require_alive()
         with self._turn(), self._core.driven_here():
+            if not self._stepping:
+                self._loop.settle()
             yield
 
     @contextmanager
@@ -371,6 +373,8 @@ class Driver:
         except BaseException as error:
             self.failure = error
             self._fail_all(error)
+            if error is self._core.lifetime.fault():
+                return False  # the device is lost: every request has been told
             raise
         return True
 

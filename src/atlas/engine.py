@@ -8,6 +8,8 @@ step), ``branch``, ``session``, ``metrics`` and ``health``.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 import os
 import time
 from collections import deque
@@ -15,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from atlas.backends.backend import choose_device
 from atlas.backends.cpu.sampling import CompiledWeights
 from atlas.branch import fork, rewind
 from atlas.description import describe, html_table
@@ -63,13 +66,17 @@ class Engine:
     model : str or path
         A GGUF file, a Hugging Face folder, a Hub id in the local cache, or a short name such as
         ``smollm2``.
-    device : {"auto", "cpu"}
-        ``auto`` is the CPU: no other backend exists yet.
+    device : {"auto", "cpu", "cuda"}
+        ``auto`` is an NVIDIA GPU where one can be used (the extra ``cuda``) and offers what the
+        other options ask, else the CPU; ``describe()`` says which and why.
+    stream : object, optional
+        A CUDA stream of another library to run on: its handle, or an object with
+        ``__cuda_stream__``. It must outlive the engine.
     dtype : {"auto", "float32"}
-        ``auto`` keeps the weights as the file stores them, quantised or not; ``float32``
-        dequantises them.
+        ``auto`` keeps the weights as the file stores them, quantised or not (a GPU keeps formats
+        without a kernel of their own in bfloat16); ``float32``, on the CPU, dequantises them.
     threads : int, optional
-        Default: the CPUs this process may use. Results do not depend on it.
+        On the CPU. Default: the CPUs this process may use. Results do not depend on it.
     max_seq_len : int, optional
         Positions of a sequence, prompt and output together (default: the model's, at most 8192).
     kv_tokens : int, optional
@@ -78,8 +85,8 @@ class Engine:
         Bytes that weights, KV cache and buffers may take together. A KV cache whose
         ``kv_tokens`` is not given shrinks to fit; what does not fit raises OutOfMemoryError
         before anything is allocated.
-    kv_dtype : {"auto", "float32", "float16"}
-        ``auto``: float16 beside quantised weights, else float32.
+    kv_dtype : {"auto", "float32", "float16", "bfloat16"}
+        ``auto``: bfloat16 on a GPU; on the CPU float16 beside quantised weights, else float32.
     quantize : {"q8_0", "q4_0"}, optional
         Quantise float weights while they are loaded.
     quiet : bool, optional
@@ -102,12 +109,13 @@ class Engine:
         self,
         model: str | os.PathLike[str],
         *,
-        device: Literal["auto", "cpu"] = "auto",
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        stream: object = None,
         dtype: Literal["auto", "float32"] = "auto",
         threads: int | None = None,
         max_seq_len: int | None = None,
         kv_tokens: int | None = None,
-        kv_dtype: Literal["auto", "float32", "float16"] = "auto",
+        kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto",
         quantize: Literal["q8_0", "q4_0"] | None = None,
         quiet: bool | None = None,
         on_progress: Callable[[int, int], None] | None = None,
@@ -117,10 +125,11 @@ class Engine:
     ) -> None:
         if not isinstance(model, str | os.PathLike):
             raise InvalidArgumentError(f"model is {model!r}; allowed: a name or a path")
-        if device not in ("auto", "cpu"):
-            raise InvalidArgumentError(f"device is {device!r}; allowed: 'auto', 'cpu'")
         if quiet not in (None, True, False):
             raise InvalidArgumentError(f"quiet is {quiet!r}; allowed: True, False, None")
+        chosen, self.device_reason = choose_device(device, dtype=dtype, kv_dtype=kv_dtype)
+        if chosen == "cuda":  # small chunks would leave most of a GPU idle
+            scheduling = {"chunk_tokens": _CUDA_CHUNK_TOKENS} | scheduling
         schedule = SchedulingOptions.from_mapping(scheduling)
         options = LoadOptions(
             dtype=dtype,
@@ -131,13 +140,18 @@ class Engine:
             quantize=quantize,
             max_step_tokens=max(512, schedule.max_running + schedule.chunk_tokens),
             max_running=schedule.max_running,
+            device=chosen,
+            stream=stream,
         )
+        _log.info("device %s: %s", chosen, self.device_reason)
         started = time.perf_counter()
         location = locate(model)
         with (
             open_checkpoint(location) as checkpoint,
             LoadProgress(checkpoint, quiet, on_progress) as progress,
         ):
+            if checkpoint.config.encoder is not None and chosen == "cuda":
+                options = self._on_cpu(options, device)
             if memory_limit is not None:
                 options = within_limit(checkpoint, options, memory_limit)
             self.path = checkpoint.path
@@ -154,7 +168,7 @@ class Engine:
             )
             core = self._loaded.core
             try:
-                weights = CompiledWeights(core.runtime.device.compiler)
+                weights = CompiledWeights(core.runtime.host_compiler)
                 self._weights = weights
                 if isinstance(core, TranslatorCore):
                     self._translating: Translating | None = Translating(
@@ -179,6 +193,15 @@ class Engine:
         self.options = options
         self.scheduling = schedule
         self.load_s = time.perf_counter() - started
+
+    def _on_cpu(self, options: LoadOptions, device: str) -> LoadOptions:
+        """Where a translation model runs whose device was left open; refused elsewhere."""
+        if device != "auto":
+            raise CapabilityError(
+                f"device is {device!r}; allowed for translation models: 'auto', 'cpu'"
+            )
+        self.device_reason = "translation models run there"
+        return dataclasses.replace(options, device="cpu")
 
     # -- parts --------------------------------------------------------------------------------
 
@@ -912,7 +935,7 @@ class Engine:
 
     def describe(self) -> dict[str, str]:
         """What was loaded, as short texts by name."""
-        return describe(self._loaded, self.path, self.format_name, self.options.threads)
+        return describe(self._loaded, self.path, self.format_name, self.device_reason)
 
     def __repr__(self) -> str:
         about = self.describe()
@@ -920,6 +943,10 @@ class Engine:
 
     def _repr_html_(self) -> str:
         return html_table("atlas.Engine", self.describe())
+
+
+_CUDA_CHUNK_TOKENS = 1024
+_log = logging.getLogger("atlas")
 
 
 def _ignore(event: Event) -> None:

@@ -56,6 +56,7 @@ def check_health(lifetime: Lifetime, driver: Driver, loop: Loop, stalled_after_s
     if num_live:
         idle_s = max(0.0, time.perf_counter() - max(oldest_s, loop.last_step_end_s))
     state = "stalled" if idle_s > stalled_after_s else "ok"
+    failure = failure or lifetime.fault()
     if failure is not None:
         state = "failed"
     return Health(state, idle_s, num_live, loop.num_steps, driver.draining, _words(failure))

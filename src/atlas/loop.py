@@ -61,6 +61,10 @@ class Loop(Protocol):
         """Take one step; False when there was nothing to do."""
         ...
 
+    def settle(self) -> None:
+        """See to it that no step is under way."""
+        ...
+
     def gauges(self) -> Gauges:
         """What it holds now."""
         ...

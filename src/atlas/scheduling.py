@@ -35,6 +35,11 @@ class SchedulingOptions:
         Above 0: no prompt runs while a running sequence's last token is older than 80 % of it.
     aging_s : float
         A request that has waited longer comes before others' priority; 0 = never.
+    feed : bool, optional
+        Launch a step before the host has seen the tokens of the step before, so that the device
+        never waits for the host. Default: where the backend gains by it (not on the CPU). A
+        request whose tokens the host chooses does without. Tokens are the same either way; an
+        event comes one ``step()`` later.
     """
 
     max_running: int = 32
@@ -45,6 +50,7 @@ class SchedulingOptions:
     reuse_generated: bool = True
     token_deadline_s: float = 0.0
     aging_s: float = 0.0
+    feed: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_running", "chunk_tokens", "max_prefills"):
@@ -67,6 +73,8 @@ class SchedulingOptions:
                 raise InvalidArgumentError(
                     f"{name} is {getattr(self, name)!r}; allowed: True, False"
                 )
+        if self.feed not in (None, True, False):
+            raise InvalidArgumentError(f"feed is {self.feed!r}; allowed: True, False, None")
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SchedulingOptions:

@@ -147,15 +147,8 @@ class Sessions:
     def _blocks(self, table: NDArray[np.uint32], seq_len: int) -> Iterator[Array]:
         """Copies of blocks, layer by layer, K then V; places behind the last token are zero."""
         pools = self._core.pools
-        blocks = table[: -(-seq_len // pools.block_size)]
-        used = seq_len % pools.block_size
-        for key_pool, value_pool in zip(pools.keys, pools.values, strict=True):
-            keys, values = key_pool[blocks], value_pool[blocks]
-            if used:  # what another sequence left there is nobody's business
-                keys[-1][..., used:] = 0
-                values[-1][:, used:] = 0
-            yield keys
-            yield values
+        # What another sequence left behind the last token is nobody's business.
+        return pools.read(table[: -(-seq_len // pools.block_size)], seq_len % pools.block_size)
 
     def restore(
         self, path: PathLike, *, request_id: str | None, priority: int, user: object
@@ -229,7 +222,7 @@ class Sessions:
             seq = lifecycle.alloc_sequence()
             try:
                 self._core.reserve(seq, saved.header.seq_len)
-                self._loop.store.write(seq.block_table, saved.parts)
+                self._core.pools.write(seq.block_table, saved.parts)
                 seq.native.advance(saved.tokens)
             except BaseException:
                 lifecycle.free_sequence(seq)

@@ -1,6 +1,10 @@
 """The loop behind the engine: scheduler, model, samplers, events.
 
-    submit -> Scheduler.plan -> run -> logits -> Generation -> Scheduler.commit -> events
+    submit -> Scheduler.plan -> launch -> logits -> Generation -> Scheduler.commit -> events
+
+Up to ``depth`` steps are launched before the oldest is settled: with two, the device runs step t
+while the host gives out the tokens of step t − 1 and plans step t + 1. A row of that step may take
+its token from step t where the host has not seen it.
 
 Not thread-safe: the engine holds its lock around every call.
 """
@@ -8,6 +12,8 @@ Not thread-safe: the engine holds its lock around every call.
 from __future__ import annotations
 
 import time
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,18 +34,56 @@ from atlas.loop import Gauges
 from atlas.metrics import Recorder
 from atlas.model.core import ModelCore
 from atlas.model.records import PADDED_BATCH_SIZES
+from atlas.model.step_result import StepResult
 from atlas.request import Delta, TokenLogprob
 from atlas.sampler import Sampled, score_token
 from atlas.scheduling import SchedulingOptions
 
 Choice = tuple[Generation, Sampled | AtlasError]
+_NOBODYS = np.empty(0, np.float32)  # the logits of a greedy choice that the device made
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A step between its plan and its commit.
+
+    Attributes
+    ----------
+    lost : dict, optional
+        Handles of requests whose blocks could not be kept, and why; None until they moved.
+    result : StepResult, optional
+        None until it is launched, and for a plan that only moves blocks.
+    error : BaseException, optional
+        What broke the launch off.
+    """
+
+    plan: Plan
+    lost: dict[int, AtlasError] | None = None
+    result: StepResult | None = None
+    error: BaseException | None = None
 
 
 class StepLoop:
-    """Requests on one model, a step at a time."""
+    """Requests on one model, a step at a time.
+
+    Parameters
+    ----------
+    core : ModelCore
+    options : SchedulingOptions
+    weights : object
+        Compiled sampling functions.
+
+    Attributes
+    ----------
+    depth : int
+        Steps that may be under way at a time: 2 with feed, else 1.
+    """
 
     def __init__(self, core: ModelCore, options: SchedulingOptions, weights: Any) -> None:
         self.core = core
+        feed = core.runtime.gains_by_feed if options.feed is None else options.feed
+        self.depth = depth = 2 if feed else 1
+        self._flights: deque[Flight] = deque()
         self.cache = (
             PrefixCache(core.blocks, core.pools.block_size) if options.prefix_cache else None
         )
@@ -49,6 +93,7 @@ class StepLoop:
             core.blocks,
             core.pools.block_size,
             cache=self.cache,
+            depth=depth,
             max_running=options.max_running,
             max_step_tokens=core.limits.max_rows,
             max_logits_rows=core.limits.logits_rows,
@@ -102,6 +147,18 @@ class StepLoop:
         """Tie a sample to the sequence that the scheduler knows by ``handle``."""
         request.handles[index] = handle
         self._by_handle[handle] = (request, index)
+        if self.depth > 1:
+            self._let_run_ahead(request)
+
+    def _let_run_ahead(self, request: LiveRequest) -> None:
+        """Allow steps to be planned before the host has seen a sample's last token.
+
+        Not while samples wait to fork from the prompt, nor where the host chooses the tokens.
+        """
+        alone = len(request.handles) == sum(not g.finished for g in request.generations)
+        for index, handle in request.handles.items():
+            ahead = alone and not request.generations[index].needs_logits
+            self.scheduler.set_run_ahead(handle, ahead)
 
     def _drop(self, handle: int, reason: int) -> None:
         request, index = self._by_handle.pop(handle)
@@ -121,11 +178,6 @@ class StepLoop:
                 f"the pool has {self.core.blocks.num_total} (raise kv_tokens)"
             )
 
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether a request waits or runs."""
-        return bool(self._by_handle)
-
     def gauges(self) -> Gauges:
         """What the scheduler, the prefix cache and the host store hold now."""
         cache = self.cache
@@ -140,46 +192,93 @@ class StepLoop:
             preemptions=self.scheduler.num_preemptions,
         )
 
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs, or a step is under way."""
+        return bool(self._by_handle or self._flights)
+
     # -- the step -----------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Plan, run and commit one step; False when there was nothing to do."""
+        """Launch the next step, and settle the oldest when enough are under way.
+
+        Returns False when there was nothing to do.
+        """
         started = time.perf_counter()
         try:
-            plan = self.scheduler.plan(_now_us())
-            if plan is None:
+            launched = self._launch_next()
+            if self._flights and (not launched or len(self._flights) == self.depth):
+                self._settle_oldest()
+            elif not launched:
                 return False
-            self._carry_out(plan)
         finally:
-            if self.scheduler.num_outstanding:
-                self._give_up_step(moved=False)
             self._forget_retired()
-        self.num_steps += 1
+        self.num_steps += launched
         self.last_step_end_s = time.perf_counter()
         self.last_step_s = self.last_step_end_s - started
         return True
 
-    def _carry_out(self, plan: Plan) -> None:
-        lost: dict[int, AtlasError] | None = None
+    def settle(self) -> None:
+        """Settle every step under way: requests stand still afterwards, with all tokens known."""
+        while self._flights:
+            self._settle_oldest()
+            self._forget_retired()
+
+    def _launch_next(self) -> bool:
+        """Plan and launch a step; False when nothing can run yet."""
+        with interrupts_deferred():  # a plan that nobody knows of could not be committed
+            plan = self.scheduler.plan(_now_us())
+            if plan is None:
+                return False
+            before = self._flights[-1].result if self._flights else None
+            self._flights.append(Flight(plan))
         try:
-            lost = self.store.perform(plan)
-            if plan.num_seqs:
-                self.core.run_plan(plan)
-            choices = self._choose_all(plan)
+            self._launch(self._flights[-1], before)
+        except AtlasError as error:
+            self._flights[-1].error = error
+        except BaseException as error:
+            self._flights[-1].error = error
+            self.settle()
+            raise
+        return True
+
+    def _launch(self, flight: Flight, before: StepResult | None) -> None:
+        plan = flight.plan
+        flight.lost = self.store.perform(plan)
+        if plan.num_seqs:
+            flight.result = self.core.launch_plan(
+                plan,
+                wants_tokens=self._wants_tokens(plan),
+                host_rows=self._host_rows(plan) if self.depth > 1 else (),
+                before=before,
+            )
+
+    def _settle_oldest(self) -> None:
+        """Choose, keep and give out the tokens of the oldest step under way."""
+        flight = self._flights[0]
+        try:
+            self._carry_out(flight)
+        finally:
+            if self.scheduler.num_outstanding == len(self._flights):
+                self._give_up_step(flight, moved=flight.lost is not None)
+            self._flights.popleft()
+
+    def _carry_out(self, flight: Flight) -> None:
+        plan, lost = flight.plan, flight.lost
+        try:
+            if flight.error is not None:
+                raise flight.error
+            choices = self._choose_all(flight)
         except BaseException as error:
             if lost is None:  # blocks were left half moved
                 why = AtlasError(f"interrupted while its blocks moved: {error!r}")
                 lost = dict.fromkeys(plan.actions["handle"].tolist(), why)
             self._abandon(plan, error)
-            if not isinstance(error, AtlasError):
+            if not isinstance(error, AtlasError) and error is not flight.error:
                 raise
         else:
-            try:
-                with interrupts_deferred():
-                    self._settle(plan, choices)
-            finally:
-                if self.scheduler.num_outstanding:
-                    self._give_up_step(moved=True)
+            with interrupts_deferred():
+                self._keep_all(flight, choices)
         finally:
             for handle, reason in (lost or {}).items():
                 self._lose(handle, reason)
@@ -196,15 +295,14 @@ class StepLoop:
             for handle in plan.entries["handle"].tolist():
                 self._end(handle, error)
 
-    def _give_up_step(self, *, moved: bool) -> None:
+    def _give_up_step(self, flight: Flight, *, moved: bool) -> None:
         """Commit nothing of a step that broke off where no token may be taken back.
 
         Its requests end, and so do those whose blocks were to move and did not.
         """
         nothing = np.zeros(self._max_running, np.int32)
         ends = np.full(self._max_running, FinishReason.ERROR, np.int32)
-        step_id = self.scheduler.next_step - 1
-        plan = self.scheduler.commit(step_id, nothing, nothing, ends, now_us=_now_us())
+        plan = self.scheduler.commit(flight.plan.step_id, nothing, nothing, ends, now_us=_now_us())
         self._report_refused(plan)
         for handle in plan.entries["handle"].tolist():
             self._end(handle, AtlasError("the step broke off while its tokens were kept"))
@@ -212,13 +310,13 @@ class StepLoop:
             for handle in plan.actions["handle"].tolist():
                 self._lose(handle, AtlasError("the step broke off before its blocks moved"))
 
-    def _choose_all(self, plan: Plan) -> list[list[Choice]]:
+    def _choose_all(self, flight: Flight) -> list[list[Choice]]:
         """Each entry's tokens, or the error that ends its request; nothing is kept yet.
 
         This is the only place where a user's code runs, so whatever it does (an interrupt, say)
         leaves the step as if it had not been planned.
         """
-        greedy = self._greedy_tokens(plan)
+        plan, result = flight.plan, flight.result
         chosen: list[list[Choice]] = []
         entries = plan.entries
         columns = ("handle", "kind", "flags", "first_logits", "num_logits")
@@ -230,8 +328,11 @@ class StepLoop:
             request, index = self._by_handle[handle]
             row = first + num_logits - 1
             for generation in self._due(request, index, kind):
-                best = None if greedy is None else int(greedy[row])
-                chosen[-1].append((generation, generation.choose(self._row(row), best)))
+                assert result is not None
+                needs = generation.needs_logits
+                token = None if needs else int(result.tokens()[row])
+                logits = result.logits(row) if needs else _NOBODYS
+                chosen[-1].append((generation, generation.choose(logits, token)))
         return chosen
 
     def _due(self, request: LiveRequest, index: int, kind: int) -> list[Generation]:
@@ -240,17 +341,15 @@ class StepLoop:
             return [request.generations[index]]
         return [g for g in request.generations if not g.num_tokens and not g.finished]
 
-    def _row(self, row: int) -> Any:
-        return self.core.buffers.logits[row]
-
-    def _settle(self, plan: Plan, choices: list[list[Choice]]) -> None:
+    def _keep_all(self, flight: Flight, choices: list[list[Choice]]) -> None:
         """Keep the tokens, tell the scheduler, then tell the clients."""
+        plan = flight.plan
         self._report_refused(plan)
         tokens = np.zeros(plan.num_seqs, np.int32)
         ends = np.zeros(plan.num_seqs, np.int32)
         deltas: list[tuple[LiveRequest, int, Delta]] = []
         forks: list[tuple[int, LiveRequest, Generation]] = []
-        faults = self._note_prompts(plan)
+        faults = self._note_prompts(flight)
         for i, (handle, chosen) in enumerate(
             zip(plan.entries["handle"].tolist(), choices, strict=True)
         ):
@@ -307,16 +406,31 @@ class StepLoop:
 
     # -- rows ---------------------------------------------------------------------------------
 
-    def _greedy_tokens(self, plan: Plan) -> Any:
-        """Argmax of every logits row, or None when nobody asks."""
+    def _wants_tokens(self, plan: Plan) -> bool:
+        """Whether a row's token is the greedy choice."""
         handles = plan.entries["handle"].tolist()
         live = [self._by_handle[handle][0] for handle in handles if handle in self._by_handle]
-        if not plan.num_logits or all(request.generations[0].needs_logits for request in live):
-            return None
-        return self.core.argmax_rows(plan.num_logits)
+        return not all(request.generations[0].needs_logits for request in live)
 
-    def _note_prompts(self, plan: Plan) -> dict[int, AtlasError]:
+    def _host_rows(self, plan: Plan) -> list[int]:
+        """Logits rows that the host will read: to sample, or to score prompt tokens."""
+        rows: list[int] = []
+        columns = ("handle", "first_logits", "num_logits")
+        for handle, first, count in zip(
+            *(plan.entries[name].tolist() for name in columns), strict=True
+        ):
+            if handle not in self._by_handle or not count:
+                continue
+            request = self._by_handle[handle][0]
+            if request.params.prompt_logprobs is not None:
+                rows += range(first, first + count)
+            elif request.generations[0].needs_logits:
+                rows.append(first + count - 1)
+        return rows
+
+    def _note_prompts(self, flight: Flight) -> dict[int, AtlasError]:
         """Cached tokens of prompts that began, and scores of prompt tokens; faults by handle."""
+        plan = flight.plan
         faults: dict[int, AtlasError] = {}
         if plan.num_decode == plan.num_seqs:
             return faults
@@ -332,20 +446,28 @@ class StepLoop:
                 request.cached_tokens = self.scheduler.matched(handle)[0]
             if request.params.prompt_logprobs is not None:
                 try:
-                    self._score_prompt(request, start, first, num_logits)
+                    self._score_prompt(request, flight.result, start, first, num_logits)
                 except NonFiniteLogitsError as error:
                     faults[handle] = error
         return faults
 
-    def _score_prompt(self, request: LiveRequest, start: int, first: int, num_logits: int) -> None:
+    def _score_prompt(
+        self,
+        request: LiveRequest,
+        result: StepResult | None,
+        start: int,
+        first: int,
+        num_logits: int,
+    ) -> None:
         """Log-probabilities of the prompt tokens that a chunk's rows predict."""
+        assert result is not None
         num_top = request.params.prompt_logprobs or 0
         for i in range(num_logits):
             position = start + i + 1
             if position >= len(request.prompt_ids) or position != len(request.prompt_logprobs):
                 continue  # the prompt's end, or a chunk that runs again after a preemption
             token = request.prompt_ids[position]
-            best = score_token(self.core.buffers.logits[first + i], token, num_top, self._weights)
+            best = score_token(result.logits(first + i), token, num_top, self._weights)
             request.prompt_logprobs.append(TokenLogprob(token, best.logprob, tuple(best.top)))
 
     def _fork(self, handle: int, request: LiveRequest, generation: Generation) -> None:
@@ -392,6 +514,10 @@ class StepLoop:
         """End every request with ``error`` and give back blocks."""
         for request in {id(r): r for r, _ in self._by_handle.values()}.values():
             self.cancel(request, error)
+        while self._flights:
+            self._abandon(self._flights[0].plan, error)
+            self._flights.popleft()
+        self._forget_retired()
         self.scheduler.close()
         del self.store, self.cache  # they hold the pools
 

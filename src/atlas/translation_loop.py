@@ -122,6 +122,9 @@ class TranslationLoop:
         """Whether a request waits or runs."""
         return bool(self._waiting or self._running)
 
+    def settle(self) -> None:
+        """Nothing to do: a step has ended when :meth:`step` returns."""
+
     def gauges(self) -> Gauges:
         """Requests that wait, and sequences that run."""
         return Gauges(
@@ -278,8 +281,7 @@ class TranslationLoop:
         """Argmax by arena row, of rows ``first`` on."""
         out = np.full(first + count, -1, np.int32)
         if count:
-            logits = self.core.buffers.logits[first : first + count]
-            self.core.runtime.ops.argmax(logits, out=out[first:])
+            out[first:] = self.core.runtime.greedy(self.core.buffers, first, count)
         return out
 
     def _settle(self, now: Sweep) -> None:

@@ -46,6 +46,6 @@ def warm_up(
         sampler = Sampler(
             _EVERY_STAGE, vocab_size=core.config.vocab_size, prompt_ids=[0], weights=weights
         )
-        sampler.sample(core.buffers.logits[0], 1)
+        sampler.sample(core.runtime.to_host(core.buffers.logits[:1])[0], 1)
     finally:
         model.lifecycle.free_sequence(seq)

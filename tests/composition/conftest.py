@@ -16,7 +16,7 @@ from tests.engine.folders import write_model
 MODELS = {"float32": None, "q8_0": "q8_0"}
 KV_TOKENS = 1024
 
-MakeEngine = Callable[[str, int], Engine]
+MakeEngine = Callable[[str, int, bool], Engine]
 
 
 @pytest.fixture(scope="session")
@@ -26,12 +26,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_engine(folder: Path) -> Iterator[MakeEngine]:
-    """``make_engine(model, chunk_tokens)``; blocks are reserved late and nobody is immune."""
-    made: dict[tuple[str, int], Engine] = {}
+    """``make_engine(model, chunk_tokens, feed)``; blocks are reserved late and nobody is immune."""
+    made: dict[tuple[str, int, bool], Engine] = {}
     eager = functools.partial(Scheduler, watermark=0, immune_tokens=1)
 
-    def make(model: str, chunk_tokens: int) -> Engine:
-        key = (model, chunk_tokens)
+    def make(model: str, chunk_tokens: int, feed: bool) -> Engine:
+        key = (model, chunk_tokens, feed)
         if key not in made:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(atlas.step_loop, "Scheduler", eager)
@@ -43,6 +43,7 @@ def make_engine(folder: Path) -> Iterator[MakeEngine]:
                     kv_tokens=KV_TOKENS,
                     max_seq_len=KV_TOKENS // 2,
                     chunk_tokens=chunk_tokens,
+                    feed=feed,
                 )
         return made[key]
 

@@ -14,6 +14,7 @@ class Feature:
     meaning = "alone, one prefill, then token by token"
     chunk_tokens = 128
     one_sample = False  # refused where n > 1
+    feed = False  # needs an engine that launches steps ahead
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """The target's parameters."""
@@ -203,8 +204,26 @@ class CancelledNeighbours(Feature):
     def prove(self, run: Run) -> None:
         assert {run.ended[name].finish_reason for name in ("reader", "writer")} == {"cancelled"}
         assert run.ended["reader"].usage.completion_tokens == 0
-        assert run.shared_steps("reader") == 1
+        assert 1 <= run.shared_steps("reader") <= 2
         assert run.shared_steps("writer") > 1
+
+
+class Fed(Feature):
+    name = "fed"
+    meaning = "steps are launched before the host has seen the last one's tokens"
+    feed = True
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        return params.replace(logprobs=None)  # the host must see the logits for these
+
+    def before(self, run: Run) -> None:
+        run.submit("fed neighbour", [7, 21, 22], 12, 0)
+
+    def prove(self, run: Run) -> None:
+        fed = [step.num_fed for step in run.recorder.steps]
+        assert max(fed) > 0, "no row took its token from a step under way"
+        if run.params.temperature == 0:
+            assert sum(fed) > MAX_TOKENS // 2
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -218,6 +237,7 @@ FEATURES: tuple[Feature, ...] = (
     Rewound(),
     Saved(),
     CancelledNeighbours(),
+    Fed(),
 )
 
 

@@ -60,10 +60,14 @@ def plain(engine: Engine, params: SamplingParams, index: int) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a plan asked for, with requests by their ids: entries (id, kind, rows), actions."""
+    """What a plan asked for, with requests by their ids: entries (id, kind, rows), actions.
+
+    ``num_fed`` counts rows whose token the host had not seen when the step was launched.
+    """
 
     entries: list[tuple[str, EntryKind, int]]
     actions: list[tuple[str, ActionKind]]
+    num_fed: int
 
 
 class Recorder:
@@ -91,7 +95,7 @@ class Recorder:
             for entry in plan.entries
         ]
         actions = [(self._name(a["handle"]), ActionKind(int(a["kind"]))) for a in plan.actions]
-        self.steps.append(Step(entries, actions))
+        self.steps.append(Step(entries, actions, int((plan.source_rows >= 0).sum())))
         return self._perform(plan)
 
     def _name(self, handle: Any) -> str:

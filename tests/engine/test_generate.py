@@ -391,8 +391,10 @@ def test_a_model_is_a_name_or_a_path(model: Any) -> None:
 def test_unknown_models_and_devices_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="no such file"):
         Engine(tmp_path / "nothing.gguf")
-    with pytest.raises(InvalidArgumentError, match="'auto', 'cpu'"):
-        Engine(folder, device="cuda")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="'auto', 'cpu', 'cuda'"):
+        Engine(folder, device="tpu")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="stream is 7; allowed on the CPU: None"):
+        Engine(folder, device="cpu", stream=7)
     with pytest.raises(InvalidArgumentError, match="quiet"):
         Engine(folder, quiet="yes")  # type: ignore[arg-type]
 

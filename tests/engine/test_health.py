@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from atlas import Engine, SamplingParams
-from atlas.backends.cpu import compiler
+from atlas.backends.cpu import compiler, runtime
 from atlas.errors import InvalidArgumentError, OutOfMemoryError, QueueFullError
 from atlas.layers.step import StepShape
-from atlas.model import load
 from tests.engine.conftest import num_taken
 from tests.engine.test_fork_and_rewind import GREEDY, PROMPT, advance, run_out
 
@@ -243,7 +242,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
     total, kv_bytes = planned(folder)
     explicit, _ = planned(folder, kv_tokens=512)
     assert explicit == total
-    monkeypatch.setattr(load, "allocate_pools", None)  # nothing is allocated
+    monkeypatch.setattr(runtime, "allocate_pools", None)  # nothing is allocated
     for options in (
         {"memory_limit": total - 1, "kv_tokens": 512},
         {"memory_limit": total - kv_bytes},

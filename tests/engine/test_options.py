@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from atlas import Engine, SamplingParams
+from atlas.backends.cpu import runtime
 from atlas.errors import InvalidArgumentError, OutOfMemoryError
-from atlas.model import load, memory
+from atlas.model import memory
 from atlas.model.load import MAX_THREADS
 from tests.engine.folders import write_model
 
@@ -79,7 +80,7 @@ def test_memory_that_runs_out_while_loading_is_a_typed_error(
     def exhausted(*sizes: object) -> None:
         raise MemoryError("cannot allocate")
 
-    monkeypatch.setattr(load, "allocate_pools", exhausted)
+    monkeypatch.setattr(runtime, "allocate_pools", exhausted)
     with pytest.raises(OutOfMemoryError, match=r"weights need .* KV cache"):
         Engine(folder, threads=1, quiet=True)
 

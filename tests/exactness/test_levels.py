@@ -30,7 +30,9 @@ COMPARED = [
     Case("dense_wide", "bf16", "float32"),
 ]
 NUM_ROWS = 30
-_PARITY = "linear or moe_linear or rmsnorm or (attention and (K64 or K20)) or embedding or kv_store"
+_PARITY = (
+    "linear or moe_experts or rmsnorm or (attention and (K64 or K20)) or embedding or kv_store"
+)
 
 
 def environment(level: str) -> dict[str, str]:

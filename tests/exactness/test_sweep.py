@@ -20,8 +20,14 @@ from atlas.model.sequence import SequenceState
 from tests.exactness.serial import Case, sequences, text, window
 from tests.helpers.random_model import random_model
 
-# Where an op takes its weight matrix, behind the queue.
-WEIGHT_ARGUMENT = {"linear": 2, "linear_add": 2, "linear_gated": 2, "moe_linear": 2, "embedding": 2}
+# Where an op takes its weight matrices, behind the queue.
+WEIGHT_ARGUMENTS = {
+    "linear": (2,),
+    "linear_add": (2,),
+    "linear_gated": (2,),
+    "moe_experts": (2, 3),
+    "embedding": (2,),
+}
 Call = tuple[str, int]
 
 
@@ -32,13 +38,16 @@ class OpRecorder:
         self.calls: Counter[Call] = Counter()
         self.sweeps = 0
         runtime: Any = loaded.core.runtime
-        for op, position in WEIGHT_ARGUMENT.items():
-            runtime.functions[op] = self._counted(op, position, runtime.functions[op])
+        for op, positions in WEIGHT_ARGUMENTS.items():
+            runtime.functions[op] = self._counted(op, positions, runtime.functions[op])
         runtime.run = self._fresh(runtime, runtime.run)
 
-    def _counted(self, op: str, position: int, call: Callable[..., None]) -> Callable[..., None]:
+    def _counted(
+        self, op: str, positions: tuple[int, ...], call: Callable[..., None]
+    ) -> Callable[..., None]:
         def counted(*args: Any, **kwargs: Any) -> None:
-            self.calls["embedding" if op == "embedding" else "product", id(args[position])] += 1
+            for position in positions:
+                self.calls["embedding" if op == "embedding" else "product", id(args[position])] += 1
             call(*args, **kwargs)
 
         return counted

@@ -61,6 +61,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "dense_wide": _WIDE,
     "gemma_wide": replace(_WIDE, **_GEMMA),
     "moe_wide": replace(_WIDE, **_moe(256)),
+    "wide_heads": replace(_WIDE, head_dim=128, num_heads=8, qkv_bias=False),
 }
 """``*_wide`` shapes suit every quantised format; the others suit no vector width."""
 

@@ -17,13 +17,19 @@ from typing import Any
 
 import numpy as np
 
+from tests.kernels.ptx_barrier import Barriers, without_loops
 from tests.kernels.ptx_tensor import Copies16, ldmatrix, mma, warps_of
 
 WARP = 32
 _BASE = 1 << 20
 _GUARD = 256  # bytes between allocations
 Array = np.ndarray[Any, Any]
-_NOTHING_TO_DO = ("griddepcontrol.launch_dependents", "bar.warp.sync", "fence.acq_rel.gpu")
+_NOTHING_TO_DO = (
+    "griddepcontrol.launch_dependents",
+    "bar.warp.sync",
+    "fence.acq_rel.gpu",
+    "fence.mbarrier_init.release.cluster",
+)
 
 
 @dataclass
@@ -95,7 +101,7 @@ def launch(
 
 class _Program:
     def __init__(self, ptx: str, args: list[Any], shared_bytes: int) -> None:
-        text = re.sub(r"//[^\n]*", "", ptx)
+        text = without_loops(re.sub(r"//[^\n]*", "", ptx))
         head, body = text.split(".entry", 1)[1].split("\n{", 1)
         names = re.findall(r"\.param \.\w+ (\w+)", head)
         assert len(names) == len(args), (names, args)
@@ -152,6 +158,7 @@ class _Block:
             "%nctaid.y": full(lanes, grid[1]),
         }
         self.copies = Copies16(threads // WARP)
+        self.barriers = Barriers()
         self.waited = False
         self.waiting = np.zeros(threads, bool)
 
@@ -189,6 +196,16 @@ class _Block:
             self._access(parts, operands, active)
         elif name in ("mma", "ldmatrix"):
             self._tensor(name, parts, operands, active)
+        else:
+            self._step_data(opcode, operands, active)
+
+    def _step_data(self, opcode: str, operands: list[str], active: Array) -> None:
+        parts = opcode.split(".")
+        name = parts[0]
+        if opcode.startswith("cp.async.bulk"):
+            self._bulk_copy(operands, active)
+        elif name == "mbarrier":
+            self._barrier(parts[1], operands, active)
         elif name == "cp":
             self._copy(opcode, operands, active)
         elif name == "atom":
@@ -198,6 +215,8 @@ class _Block:
             lane, own = self._read(operands[2]).astype(np.int64), np.arange(active.size)
             lane = own ^ lane if parts[2] == "bfly" else own // WARP * WARP + lane % WARP
             self._write(operands[0], self._read(operands[1])[lane], active)
+        elif name == "vote":
+            self._ballot(operands, active)
         elif name == "mov":
             self._move(parts, operands, active)
         elif opcode not in _NOTHING_TO_DO:
@@ -258,7 +277,8 @@ class _Block:
         if space == "global":
             data, at = self.memory.data, self.memory.indices(addresses, size * len(names))
             constant = "nc" in parts
-            assert self.waited or constant, "an access before griddepcontrol.wait"
+            early = not (self.waited or constant or self.memory.are_constant(addresses))
+            assert not early, "an access before griddepcontrol.wait"
             assert not (constant and self.written[at].any()), "a constant load of written memory"
             if not is_load:
                 self.written[at] = True
@@ -318,6 +338,36 @@ class _Block:
             assert not early, "a copy before griddepcontrol.wait"
             data[full] = self.memory.data[self.memory.indices(addresses, width)]
             self.copies.copy(active, places, data)
+
+    def _ballot(self, operands: list[str], active: Array) -> None:
+        votes = self._read(operands[1]).astype(bool).reshape(-1, WARP)
+        warps_of(active)
+        words = (votes.astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(axis=1)
+        self._write(operands[0], np.repeat(words, WARP), active)
+
+    def _bulk_copy(self, operands: list[str], active: Array) -> None:
+        sizes = self._read(operands[2])[active].astype(np.int64)
+        places = self._address(operands[0])[active].astype(np.int64)
+        sources = self._address(operands[1])[active]
+        barriers = self._address(operands[3])[active].astype(np.int64)
+        early = not self.waited and not self.memory.are_constant(sources)
+        assert not early, "a copy before griddepcontrol.wait"
+        for barrier, place, source, size in zip(barriers, places, sources, sizes, strict=True):
+            first = self.memory.indices(np.array([source]), 16)[0, 0]
+            self.memory.indices(np.array([source + np.uint64(size - 16)]), 16)
+            self.barriers.copy(int(barrier), int(place), self.memory.data[first : first + size])
+
+    def _barrier(self, operation: str, operands: list[str], active: Array) -> None:
+        if operands[0] == "_":  # an arrival whose state is not kept
+            operands = operands[1:]
+        addresses = self._address(operands[0])[active].astype(np.int64)
+        numbers = self._read(operands[1])[active].astype(np.int64)
+        if operation == "init":
+            self.barriers.init(addresses, numbers)
+        elif operation == "arrive":
+            self.barriers.expect(addresses, numbers)
+        else:
+            self.barriers.wait(addresses, numbers, self.shared)
 
     def _atomic_add(self, operands: list[str], active: Array) -> None:
         old = np.zeros(self.pc.size, np.uint64)
@@ -384,6 +434,8 @@ _COMPARE: dict[str, Callable[..., Array]] = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
+    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
     "leu": lambda a, b: ~(a > b),
 }
 _BINARY: dict[str, Callable[..., Array]] = {
@@ -391,6 +443,7 @@ _BINARY: dict[str, Callable[..., Array]] = {
     "sub": np.subtract,
     "mul": np.multiply,
     "div": np.divide,
+    "rem": np.remainder,
     "max": np.maximum,
     "min": np.minimum,
     "and": np.bitwise_and,
@@ -402,6 +455,8 @@ _UNARY: dict[str, Callable[..., Array]] = {
     "abs": np.abs,
     "neg": np.negative,
     "not": np.invert,
+    "popc": np.bitwise_count,
+    "sqrt": np.sqrt,
     "rsqrt": lambda x: np.float32(1) / np.sqrt(x),
     "rcp": lambda x: np.float32(1) / x,
     "ex2": np.exp2,

@@ -71,22 +71,22 @@ def decode(
     workers: int = 2,
 ) -> np.ndarray:  # fmt: skip
     """Run the kernel for the positions ``rows[n]`` of each sequence; out, row after row."""
-    from atlas_kernels.attention_decode import SPLIT
+    from atlas_kernels.attention_plan import SPLIT
 
     chosen = [(n, at) for n, positions in enumerate(rows) for at in positions]
     q = bench.put(np.stack([given.every_q[n][at] for n, at in chosen]), "bf16", pad=8)
     out = bench.empty((len(chosen), given.heads, given.dim), "bf16", pad=24)
     group, most = given.heads // given.kv_heads, max(len(positions) for positions in rows)
-    splits = np.cumsum([0] + [length // SPLIT + 1 for length in given.lengths])
-    shape = (int(splits[-1]), given.kv_heads * most * group, given.dim)
+    room = max(given.lengths) // SPLIT + 1 if workers > 1 else 2
+    shape = (len(rows) * room, given.kv_heads * most * group, given.dim)
     partials, sums = bench.empty(shape, "f32"), bench.empty((*shape[:2], 2), "f32")
     columns = len(rows) * given.kv_heads * -(-most * group // tile)
     counters = bench.put_ints(np.zeros(columns))
     args = [q.address, pools[0].address, pools[1].address, out.address]
     args += [bench.put_ints(given.tables), bench.put_ints(np.cumsum([0, *map(len, rows)]))]
-    args += [bench.put_ints([at for _, at in chosen]), bench.put_ints(splits)]
-    args += [partials.address, sums.address, counters, given.heads, given.kv_heads, most]
-    args += [given.window, given.tables.shape[1], q.stride, out.stride]
+    args += [bench.put_ints([at for _, at in chosen]), partials.address, sums.address, counters]
+    args += [given.heads, given.kv_heads, most, room, given.window, given.tables.shape[1]]
+    args += [q.stride, out.stride]
     args += [np.float32(given.dim**-0.5), np.float32(given.softcap)]
     bench.run(f"attention_decode_d{given.dim}_r{tile}", (columns, workers), args)
     left = bench.memory.get(counters, np.ones(columns, np.int32))

@@ -418,11 +418,12 @@ def _step_case(
     k, v = (_strided(rng, len(q), kv_heads, dim) for _ in range(2))
     seqs = np.repeat(np.arange(len(cu_rows) - 1), np.diff(cu_rows))
     slots = (tables[seqs, positions // 16] * 16 + positions % 16).astype(np.int32)
+    most = int(np.diff(cu_rows).max())
     norms = (1 + _normal(rng, dim) / 4, 1 + _normal(rng, dim) / 4) if norm else (None, None)
     angles = rng.uniform(0, 6, (int(positions.max()) + 1, dim // 2)).astype(np.float32)
     table = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     args = (
-        q, k, v, *norms, 1e-5, table, slots, tables, cu_rows, positions, scale, window, cap,
+        q, k, v, *norms, 1e-5, table, slots, tables, cu_rows, most, positions, scale, window, cap,
     )  # fmt: skip
     written = {"k_pool": k_pool, "v_pool": v_pool, "out": given.kwargs["out"]}
     return Case(given.id, args, dict(written), written, 1e-5 if dtype == "float32" else 1e-3)
@@ -451,24 +452,27 @@ def moe_route() -> Iterator[Case]:
         )
 
 
-def moe_linear() -> Iterator[Case]:
-    for n, format in enumerate(["f32", "bf16", "q4_0", "q8_0", "q4_k", "q5_1"]):
-        for inputs in (1, 3):
-            rng = _rng(15, n, inputs)
-            cols = 256 if FORMATS[format].is_quantized else 24
-            ids = np.stack([rng.permutation(6)[:3] for _ in range(11)]).astype(np.int32)
-            out = _nan(11, 3, 20)
+def moe_experts() -> Iterator[Case]:
+    formats = ["f32", "bf16", "q4_0", "q8_0", "q4_k", "q5_1"]
+    for n, format in enumerate(formats):
+        for activation, rows in (("silu", 11), ("gelu_tanh", 2)):
+            rng = _rng(15, n, rows)
+            dim, inner = (256, 256) if FORMATS[format].is_quantized else (128, 64)
+            ids = np.stack([rng.permutation(6)[:3] for _ in range(rows)]).astype(np.int32)
+            gate_up = random_matrix(rng, format, 6 * 2 * inner, dim)
+            down = random_matrix(rng, format, 6 * dim, inner)
+            x, out = _normal(rng, rows, dim) / 16, _normal(rng, rows, dim)
+            weights = np.abs(_normal(rng, rows, 3))
+            scratch = {
+                "expert_gate_up": _nan(rows, 3, 2 * inner),
+                "expert_activated": _nan(rows, 3, inner),
+                "expert_out": _nan(rows, 3, dim),
+            }
             yield Case(
-                f"{format}-I{inputs}",
-                (_normal(rng, 11, inputs, cols), random_matrix(rng, format, 6 * 20, cols), ids),
+                f"{format}-{activation}",
+                (x, gate_up, down, ids, weights, activation),
+                scratch | {"out": out},
                 {"out": out},
-                {"out": out},
-                1e-5,
+                2e-5,
                 groups=6,
             )
-
-
-def moe_combine() -> Iterator[Case]:
-    rng = _rng(16)
-    out = _normal(rng, 3, 50)
-    yield Case("T3", (_normal(rng, 3, 4, 50), _normal(rng, 3, 4)), {"out": out}, {"out": out})

@@ -6,13 +6,14 @@ peak is the packed weights plus a few rows. Weights that another model holds are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from atlas.architectures.weight_names import is_sparse
+from atlas.backends.backend import Runtime
 from atlas.cache.kv import KvPools
 from atlas.config import ModelConfig
 from atlas.errors import InvalidArgumentError
@@ -27,7 +28,6 @@ from atlas.ops.blocks import FORMATS, HostMatrix, dequantize, quantize
 from atlas.weights.checkpoint import Checkpoint
 from atlas.weights.packed_weights import PackedWeights
 
-Pack = Callable[[Sequence[HostMatrix], int], Any]
 Quantize = Literal["q8_0", "q4_0"]
 
 
@@ -39,8 +39,9 @@ class NetworkBuilder:
     ----------
     checkpoint : Checkpoint
     pools : KvPools
-    pack : callable
-        ``pack(matrices, groups)``: the backend's repacking.
+    runtime : Runtime
+        ``pack(matrices, groups)`` repacks weights for the backend, ``place(values)`` puts a float32
+        array where its kernels read.
     weights : PackedWeights
         What is missing in it is loaded into it.
     max_seq_len : int
@@ -55,7 +56,7 @@ class NetworkBuilder:
 
     checkpoint: Checkpoint
     pools: KvPools
-    pack: Pack
+    runtime: Runtime
     weights: PackedWeights
     max_seq_len: int
     widen: bool = False
@@ -103,17 +104,17 @@ class NetworkBuilder:
     def _rope_tables(self, config: ModelConfig) -> dict[bool, Array]:
         """The table of layers without and with a window."""
         plain = rope_table(config.rope, config.head_dim, self.max_seq_len)
+        plain = self.runtime.place(plain)
         if config.rope_local is None:
             return {False: plain, True: plain}
         local = rope_table(config.rope_local, config.head_dim, self.max_seq_len)
-        return {False: plain, True: local}
+        return {False: plain, True: self.runtime.place(local)}
 
     def _attention(self, config: ModelConfig, i: int, tables: dict[bool, Array]) -> Attention:
         prefix = f"layers.{i}."
         qkv_bias = None
         if config.qkv_bias:
-            names = ("q_bias", "k_bias", "v_bias")
-            qkv_bias = np.concatenate([self._vector(prefix + name) for name in names])
+            qkv_bias = self._vectors([prefix + f"{name}_bias" for name in "qkv"])
         return Attention(
             norm=self._vector(prefix + "attention_norm"),
             qkv=self._projection([prefix + f"{name}_proj" for name in "qkv"], qkv_bias),
@@ -139,8 +140,7 @@ class NetworkBuilder:
         prefix = f"layers.{i}."
         gate_up_bias = down_bias = None
         if config.mlp_bias:
-            names = ("gate_bias", "up_bias")
-            gate_up_bias = np.concatenate([self._vector(prefix + name) for name in names])
+            gate_up_bias = self._vectors([prefix + "gate_bias", prefix + "up_bias"])
             down_bias = self._vector(prefix + "down_bias")
         return Mlp(
             norm=self._vector(prefix + "mlp_norm"),
@@ -183,7 +183,7 @@ class NetworkBuilder:
             matrices = [self._matrix(name) for name in names]
             if len({matrix.format for matrix in matrices}) > 1:  # experts of mixed formats
                 matrices = [_as_f32(matrix) for matrix in matrices]
-            held[key] = self.pack(matrices, groups)
+            held[key] = self.runtime.pack(matrices, groups)
             for name in names:
                 self.weights.formats[name] = held[key].format
                 self.checkpoint.release(name)
@@ -201,6 +201,18 @@ class NetworkBuilder:
         return matrix
 
     def _vector(self, name: str) -> Array:
+        """A norm's factors or a bias, where kernels read them."""
+        return self._vectors([name])
+
+    def _vectors(self, names: list[str]) -> Array:
+        """Several vectors, one behind the other."""
+        values = [self._host_vector(name) for name in names]
+        placed: Array = self.runtime.place(
+            values[0] if len(values) == 1 else np.concatenate(values)
+        )
+        return placed
+
+    def _host_vector(self, name: str) -> Array:
         held = self.weights.vectors
         if name not in held:
             held[name] = np.ascontiguousarray(self.checkpoint.vector(name), np.float32)

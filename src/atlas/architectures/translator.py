@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from atlas.architectures.decoder import NetworkBuilder
 from atlas.layers.encoder_decoder import (
     CrossAttention,
@@ -37,10 +35,12 @@ class TranslatorBuilder(NetworkBuilder):
         embedding = Embedding(
             table=self._packed(["embedding"]),
             scale=config.embedding_scale,
-            positions=sinusoid_table(
-                max(self.max_seq_len, config.encoder.max_source_len),
-                config.hidden_size,
-                config.encoder.padding_token_id,
+            positions=self.runtime.place(
+                sinusoid_table(
+                    max(self.max_seq_len, config.encoder.max_source_len),
+                    config.hidden_size,
+                    config.encoder.padding_token_id,
+                )
             ),
             padding_id=config.encoder.padding_token_id,
         )
@@ -49,7 +49,7 @@ class TranslatorBuilder(NetworkBuilder):
             prefix = f"encoder_layers.{i}."
             source_blocks += [self._encoder_attention(prefix), self._plain_mlp(prefix)]
         source_norm = self._layernorm("encoder_norm")
-        identity = no_rotation(self.max_seq_len, config.head_dim)
+        identity = self.runtime.place(no_rotation(self.max_seq_len, config.head_dim))
         target_blocks: list[TranslationBlock] = []
         readers: list[CrossAttention] = []
         for i in range(config.num_layers):
@@ -113,5 +113,5 @@ class TranslatorBuilder(NetworkBuilder):
         return LayerNorm(self._vector(name), self._vector(f"{name}_bias"), eps)
 
     def _biased(self, names: list[str]) -> Projection:
-        bias = np.concatenate([self._vector(f"{name}_bias") for name in names])
+        bias = self._vectors([f"{name}_bias" for name in names])
         return self._projection([f"{name}_proj" for name in names], bias)

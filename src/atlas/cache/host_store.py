@@ -27,21 +27,8 @@ class HostStore:
         self._spilled[handle] = parts
 
     def read(self, blocks: Array) -> list[Array]:
-        """Copies of blocks, layer by layer, K then V: [n, …] each."""
-        pools = (self._pools.keys, self._pools.values)
-        return [pool[blocks] for layer in zip(*pools, strict=True) for pool in layer]
-
-    def write(self, blocks: Array, parts: list[Array]) -> None:
-        """What :meth:`read` gave, into other blocks."""
-        pools = (self._pools.keys, self._pools.values)
-        flat = [pool for layer in zip(*pools, strict=True) for pool in layer]
-        for pool, part in zip(flat, parts, strict=True):
-            pool[blocks[: len(part)]] = part
-
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy on write: one block, all layers."""
-        for pool in (*self._pools.keys, *self._pools.values):
-            pool[target] = pool[source]
+        """Copies of blocks of all layers, as the pools give them."""
+        return list(self._pools.read(blocks))
 
     def forget(self, handle: int) -> None:
         """A request ended: drop what is still spilled of it."""
@@ -65,7 +52,7 @@ class HostStore:
             first = int(action["first_block"])
             named = blocks[first : first + int(action["num_blocks"])].astype(np.int64)
             if kind == ActionKind.COPY_BLOCK:
-                self.copy_block(int(action["source"]), int(action["target"]))
+                self._pools.copy_block(int(action["source"]), int(action["target"]))
             elif kind == ActionKind.SPILL:
                 try:
                     self._spilled[handle] = self.read(named)
@@ -75,7 +62,7 @@ class HostStore:
                     )
                     lost[handle].__cause__ = error
             elif kind == ActionKind.RESTORE:
-                self.write(named, self._spilled.pop(handle))
+                self._pools.write(named, self._spilled.pop(handle))
             elif kind != ActionKind.REQUEUE:
                 raise CapabilityError(f"action {ActionKind(kind).name} needs recurrent state")
         return lost

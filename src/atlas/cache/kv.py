@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from atlas import pages
 from atlas.config import ModelConfig
@@ -22,6 +25,43 @@ class KvPools:
     values: tuple[Array, ...]
     num_blocks: int
     block_size: int
+
+    @property
+    def dtype(self) -> str:
+        """Name of the elements' type."""
+        return self.keys[0].dtype.name
+
+    @property
+    def block_parts(self) -> tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]:
+        """Shape and host type of one block of each pool: layer by layer, K then V."""
+        return tuple((pool.shape[1:], pool.dtype) for pool in self._pools())
+
+    def read(self, blocks: NDArray[Any], last_used: int = 0) -> Iterator[Array]:
+        """Copies of blocks in host memory, layer by layer, K then V: [n, …] each.
+
+        Where ``last_used`` is given, places of the last block behind that many tokens are zero.
+        """
+        for layer in zip(self.keys, self.values, strict=True):
+            keys, values = (pool[blocks] for pool in layer)
+            if last_used:
+                keys[-1][..., last_used:] = 0
+                values[-1][:, last_used:] = 0
+            yield keys
+            yield values
+
+    def write(self, blocks: NDArray[Any], parts: Iterable[Array]) -> None:
+        """What :meth:`read` gave, into the first of these blocks."""
+        for pool, part in zip(self._pools(), parts, strict=True):
+            pool[blocks[: len(part)]] = part
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy on write: one block, all layers."""
+        for pool in self._pools():
+            pool[target] = pool[source]
+
+    def _pools(self) -> Iterator[Array]:
+        for layer in zip(self.keys, self.values, strict=True):
+            yield from layer
 
     @property
     def block_bytes(self) -> int:

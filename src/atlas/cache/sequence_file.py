@@ -100,10 +100,9 @@ class SequenceLayout:
     @classmethod
     def of(cls, core: ModelCore) -> SequenceLayout:
         """The layout of a model's sequences."""
-        pools = zip(core.pools.keys, core.pools.values, strict=True)
         return cls(
             fingerprint(core),
-            tuple((pool.shape[1:], pool.dtype) for layer in pools for pool in layer),
+            core.pools.block_parts,
             core.pools.block_size,
             core.limits.max_seq_len,
             core.config.vocab_size,
@@ -112,7 +111,7 @@ class SequenceLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedSequence:
-    """What :func:`read_sequence` read; ``parts`` are as ``HostStore.read`` gives them."""
+    """What :func:`read_sequence` read; ``parts`` are as ``KvPools.read`` gives them."""
 
     header: SequenceHeader
     tokens: Ints
@@ -133,17 +132,18 @@ def fingerprint(core: ModelCore) -> str:
     for name, vector in sorted(held.vectors.items()):
         weights.update(name.encode() + vector.tobytes())
     for names, matrix in sorted(held.matrices.items()):
-        data = matrix.data.reshape(-1).view(np.uint8)
-        weights.update(f"{'+'.join(names)}:{len(data)};".encode())
-        if len(data) <= _SAMPLED:
-            weights.update(data)
-        else:
-            for start in np.linspace(0, len(data) - _SAMPLE_BYTES, _SAMPLES, dtype=np.int64):
-                weights.update(data[start : start + _SAMPLE_BYTES])
+        size = matrix.data.nbytes
+        weights.update(f"{'+'.join(names)}:{size};".encode())
+        starts, count = [0], size
+        if size > _SAMPLED:
+            starts = np.linspace(0, size - _SAMPLE_BYTES, _SAMPLES, dtype=np.int64).tolist()
+            count = _SAMPLE_BYTES
+        for piece in core.runtime.read_bytes(matrix.data, starts, count):
+            weights.update(piece)
     words = {
         "config": hashlib.sha256(repr(core.config).encode()).hexdigest()[:16],
         "weights": weights.hexdigest()[:32],
-        "kv": core.pools.keys[0].dtype.name,
+        "kv": core.pools.dtype,
         "block": core.pools.block_size,
         "numerics": core.runtime.fingerprint,
     }
@@ -166,7 +166,7 @@ def write_sequence(
     header : SequenceHeader
     tokens : int32 [seq_len]
     parts : iterable of arrays [blocks, …]
-        Layer by layer, K then V, as ``HostStore.read`` gives them; taken two at a time.
+        Layer by layer, K then V, as ``KvPools.read`` gives them; taken two at a time.
     sections : mapping of str to bytes, optional
 
     Raises

@@ -66,6 +66,7 @@ class Attention:
             step.slots[rows],
             step.block_tables[seqs],
             step.cu_rows[: step.step_seqs + 1],
+            step.max_step_rows,
             step.positions[rows],
             self.scale,
             self.window,

@@ -135,6 +135,7 @@ class DecoderAttention:
             step.slots,
             step.block_tables,
             step.cu_rows,
+            step.max_rows,
             step.positions,
             self.scale,
             None,

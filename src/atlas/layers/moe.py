@@ -7,7 +7,6 @@ from typing import Any
 
 from atlas.config import Activation
 from atlas.layers.linear import Projection
-from atlas.layers.mlp import gate
 from atlas.layers.step import Array, StepBuffers
 
 
@@ -33,11 +32,15 @@ class Moe:
         self.router.forward(ops, step.normed, step.router)
         ids, weights = step.expert_ids, step.expert_weights
         ops.moe_route(step.router, self.normalize_top_k, ids=ids, weights=weights)
-        x = step.normed[:, None, :]
-        ops.moe_linear(x, self.gate_up, ids, out=step.expert_gate_up)
-        rows, top_k, inner = step.expert_activated.shape
-        gate_up = step.expert_gate_up.reshape(rows * top_k, 2 * inner)
-        activated = step.expert_activated.reshape(rows * top_k, inner)
-        gate(ops, self.activation, gate_up, activated)
-        ops.moe_linear(step.expert_activated, self.down, ids, out=step.expert_out)
-        ops.moe_combine(step.expert_out, weights, out=step.hidden)
+        ops.moe_experts(
+            step.normed,
+            self.gate_up,
+            self.down,
+            ids,
+            weights,
+            self.activation,
+            expert_gate_up=step.expert_gate_up,
+            expert_activated=step.expert_activated,
+            expert_out=step.expert_out,
+            out=step.hidden,
+        )

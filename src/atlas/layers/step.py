@@ -7,6 +7,7 @@ shape: only the contents change.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,8 @@ class StepShape:
     """T rows of N sequences, of which L have logits, written from arena row ``first_logits``.
 
     The first ``step_rows`` rows are step tokens (generated or drafted) of the first ``step_seqs``
-    sequences; the other rows are prompt tokens of the other sequences.
+    sequences, none of which has more than ``max_step_rows``; the other rows are prompt tokens of
+    the other sequences.
     """
 
     rows: int
@@ -33,6 +35,7 @@ class StepShape:
     first_logits: int = 0
     step_rows: int = 0
     step_seqs: int = 0
+    max_step_rows: int = 0
 
     @classmethod
     def prompt(cls, rows: int, logits: int = 1) -> StepShape:
@@ -42,7 +45,7 @@ class StepShape:
     @classmethod
     def decode(cls, seqs: int) -> StepShape:
         """One step token of each of ``seqs`` sequences, all with logits."""
-        return cls(seqs, seqs, seqs, 0, seqs, seqs)
+        return cls(seqs, seqs, seqs, 0, seqs, seqs, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +74,7 @@ class StepBuffers:
     last_hidden : float32 [L, D]
         The final norm's output.
     logits : float32 [L, C]
-    step_rows, step_seqs : int
+    step_rows, step_seqs, max_step_rows : int
         As in ``StepShape``; 0 in the whole buffers.
     """
 
@@ -99,6 +102,7 @@ class StepBuffers:
     logits: Array
     step_rows: int = 0
     step_seqs: int = 0
+    max_step_rows: int = 0
 
     def view(self, shape: StepShape) -> StepBuffers:
         """The front of every buffer for a step of this shape."""
@@ -115,12 +119,14 @@ class StepBuffers:
         arrays: dict[str, Any] = {
             name: getattr(self, name)[by_name.get(name, rows)]
             for name in self.__slots__
-            if not name.startswith("step_")
+            if name not in _NUMBERS
         }
-        return replace(self, **arrays, step_rows=shape.step_rows, step_seqs=shape.step_seqs)
+        numbers = {name: getattr(shape, name) for name in _NUMBERS}
+        return replace(self, **arrays, **numbers)
 
 
-_INTEGERS = (
+_NUMBERS = ("step_rows", "step_seqs", "max_step_rows")
+INPUTS = (
     "token_ids",
     "positions",
     "slots",
@@ -128,8 +134,9 @@ _INTEGERS = (
     "prompt_cu_rows",
     "block_tables",
     "logits_rows",
-    "expert_ids",
 )
+"""Integers that the host writes for every step; a device has a copy of them."""
+_INTEGERS = (*INPUTS, "expert_ids")
 
 
 def buffer_shapes(
@@ -167,7 +174,7 @@ def buffer_shapes(
     }
 
 
-def allocate(shapes: dict[str, tuple[int, ...]]) -> StepBuffers:
+def allocate(shapes: Mapping[str, tuple[int, ...]]) -> StepBuffers:
     """Zeroed buffers of these shapes; untouched pages cost no memory."""
     arrays: dict[str, Any] = {
         name: pages.zeros(shape, np.int32 if name in _INTEGERS else np.float32)

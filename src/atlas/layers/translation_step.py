@@ -28,8 +28,8 @@ class EncodeShape:
 class DecodeShape:
     """A decoder's sweep: T rows of N sequences over G sources, L of them with logits.
 
-    Sequences of one source (its beams) lie side by side. Logits go to the arena from row
-    ``first_logits`` on.
+    Sequences of one source (its beams) lie side by side; none has more than ``max_rows`` rows.
+    Logits go to the arena from row ``first_logits`` on.
     """
 
     rows: int
@@ -37,6 +37,7 @@ class DecodeShape:
     sources: int
     logits: int
     first_logits: int = 0
+    max_rows: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +60,8 @@ class TranslationBuffers:
     inner : float32 [T, F]
     last_hidden : float32 [L, D]
     logits : float32 [L, C]
+    max_rows : int
+        As in ``DecodeShape``; 0 in the whole buffers.
     """
 
     token_ids: Array
@@ -77,6 +80,7 @@ class TranslationBuffers:
     inner: Array
     last_hidden: Array
     logits: Array
+    max_rows: int = 0
 
     def view(self, shape: EncodeShape | DecodeShape) -> TranslationBuffers:
         """The front of every buffer for a sweep of this shape."""
@@ -96,9 +100,12 @@ class TranslationBuffers:
                 "logits": arena,
             }
         arrays: dict[str, Any] = {
-            name: getattr(self, name)[by_name.get(name, rows)] for name in self.__slots__
+            name: getattr(self, name)[by_name.get(name, rows)]
+            for name in self.__slots__
+            if name != "max_rows"
         }
-        return replace(self, **arrays)
+        most = shape.max_rows if isinstance(shape, DecodeShape) else 0
+        return replace(self, **arrays, max_rows=most)
 
 
 _INTEGERS = (

@@ -32,6 +32,7 @@ from atlas.model.batch import Batch, RowKind, Window
 from atlas.model.lifetime import Lifetime
 from atlas.model.logits_view import LogitsArena, LogitsView
 from atlas.model.sequence import SequenceState
+from atlas.model.step_result import StepResult
 from atlas.whole_number import whole_number
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class ModelCore:
         self.limits = limits
         self.blocks = BlockPool(pools.num_blocks)
         self.lifetime = Lifetime()
-        self.arena = LogitsArena(buffers.logits, self.lifetime.require)
+        self.lifetime.fault = runtime.fault
+        self.arena = LogitsArena(buffers.logits, self.lifetime.require, runtime.to_host)
         self.key = object()
         self.streams: set[int] = {0}
         self.prefix_cache: PrefixCache | None = None
@@ -270,61 +272,98 @@ class ModelCore:
         Every sequence must hold blocks for its rows. Logits go to the arena rows from
         ``batch.first_logits`` on; the caller claims them.
         """
-        self._write(batch)
         step_seqs = batch.num_step_seqs
-        step_rows = int(batch.rows[:step_seqs].sum())
-        num_logits, first = len(batch.logits_rows), batch.first_logits
-        self._run(
-            StepShape(batch.num_rows, len(batch.seqs), num_logits, first, step_rows, step_seqs)
+        steps = batch.rows[:step_seqs]
+        shape = StepShape(
+            batch.num_rows,
+            len(batch.seqs),
+            len(batch.logits_rows),
+            batch.first_logits,
+            int(steps.sum()),
+            step_seqs,
+            int(steps.max(initial=0)),
         )
+        self._run(self._write(batch), shape)
 
-    def _write(self, batch: Batch) -> None:
-        """A batch's integers into the buffers."""
-        buffers, rows = self.buffers, batch.num_rows
-        buffers.token_ids[:rows] = batch.token_ids
-        buffers.positions[:rows] = batch.positions[0]
-        buffers.logits_rows[: len(batch.logits_rows)] = batch.logits_rows
-        np.cumsum(batch.rows, out=buffers.cu_rows[1 : len(batch.seqs) + 1])
+    def _write(self, batch: Batch) -> Any:
+        """A batch's integers into the backend's inputs, which are returned."""
+        inputs, rows = self.runtime.inputs(self.buffers), batch.num_rows
+        inputs.token_ids[:rows] = batch.token_ids
+        inputs.positions[:rows] = batch.positions[0]
+        inputs.logits_rows[: len(batch.logits_rows)] = batch.logits_rows
+        np.cumsum(batch.rows, out=inputs.cu_rows[1 : len(batch.seqs) + 1])
         start = 0
         for i, (seq, count) in enumerate(zip(batch.seqs, batch.rows, strict=True)):
-            table = buffers.block_tables[i]
+            table = inputs.block_tables[i]
             seq.native.write_block_table(table)
             positions = batch.positions[0, start : start + count]
             block, offset = np.divmod(positions, self.pools.block_size)
-            buffers.slots[start : start + count] = table[block] * self.pools.block_size + offset
+            inputs.slots[start : start + count] = table[block] * self.pools.block_size + offset
             start += int(count)
+        return inputs
 
-    def run_plan(self, plan: Plan) -> None:
-        """One sweep for a scheduler's plan; its logits go to the arena rows from 0 on."""
-        buffers = self.buffers
+    def launch_plan(
+        self,
+        plan: Plan,
+        *,
+        wants_tokens: bool,
+        host_rows: Sequence[int],
+        before: StepResult | None = None,
+    ) -> StepResult:
+        """One sweep for a scheduler's plan; its logits go to the arena rows from 0 on.
+
+        Parameters
+        ----------
+        plan : Plan
+        wants_tokens : bool
+            Whether somebody will read the greedy choice.
+        host_rows : sequence of int
+            Logits rows that will be read.
+        before : StepResult, optional
+            The step before, where it is not settled yet: rows of this one may take its tokens.
+        """
+        inputs = self.runtime.inputs(self.buffers)
         write_batch(
             plan,
-            buffers.token_ids,
-            buffers.positions,
-            buffers.slots,
-            buffers.cu_rows,
-            buffers.block_tables,
-            buffers.logits_rows,
+            inputs.token_ids,
+            inputs.positions,
+            inputs.slots,
+            inputs.cu_rows,
+            inputs.block_tables,
+            inputs.logits_rows,
         )
-        step_rows = int(buffers.cu_rows[plan.num_decode])
-        self._run(
-            StepShape(plan.num_rows, plan.num_seqs, plan.num_logits, 0, step_rows, plan.num_decode)
+        fed = np.flatnonzero(plan.source_rows >= 0) if before is not None else ()
+        if len(fed):
+            self.runtime.feed(inputs, fed, plan.source_rows[fed], before)
+        steps = inputs.cu_rows[: plan.num_decode + 1]
+        shape = StepShape(
+            plan.num_rows,
+            plan.num_seqs,
+            plan.num_logits,
+            0,
+            int(steps[-1]),
+            plan.num_decode,
+            int(np.diff(steps).max(initial=0)),
         )
+        self._run(inputs, shape)
+        result: StepResult = self.runtime.result(
+            self.buffers, plan.num_logits, wants_tokens=wants_tokens, host_rows=host_rows
+        )
+        return result
 
-    def _run(self, shape: StepShape) -> None:
-        """The sweep, once the step's integers are in the buffers."""
-        buffers, seqs = self.buffers, shape.step_seqs
-        prompts = buffers.cu_rows[seqs : shape.seqs + 1]
-        np.subtract(prompts, shape.step_rows, out=buffers.prompt_cu_rows[: len(prompts)])
+    def _run(self, inputs: Any, shape: StepShape) -> None:
+        """The sweep, once the step's integers are in the inputs."""
+        seqs = shape.step_seqs
+        prompts = inputs.cu_rows[seqs : shape.seqs + 1]
+        np.subtract(prompts, shape.step_rows, out=inputs.prompt_cu_rows[: len(prompts)])
         self.last_decode = None
-        self.arena.overwrite(shape.first_logits, shape.logits)
-        self.runtime.run(self.network, buffers, shape)
+        self.arena.overwrite(shape.first_logits, self.runtime.logits_written(shape))
+        self.runtime.run(self.network, self.buffers, shape)
 
     def argmax_rows(self, count: int) -> Ints:
         """Greedy id of arena rows 0 … count − 1; −1 marks a row that is not finite."""
-        out = np.empty(count, np.int32)
-        self.runtime.ops.argmax(self.buffers.logits[:count], out=out)
-        return out
+        ids: Ints = self.runtime.greedy(self.buffers, 0, count)
+        return ids
 
     def commit(self, seq: SequenceState, ids: Ints, kind: RowKind, verify_rows: int = 0) -> None:
         """Advance a sequence over rows that ran."""
@@ -341,9 +380,10 @@ class ModelCore:
 
     def argmax(self, view: LogitsView) -> Ints:
         """Greedy id of each row, int32 [rows]; −1 marks a row that is not finite."""
-        out = np.empty(view.num_rows, np.int32)
-        self.runtime.ops.argmax(view.numpy(), out=out)
-        return out
+        self.arena.check(view)
+        self.arena.mark_read(view)
+        ids: Ints = self.runtime.greedy(self.buffers, view.first_row, view.num_rows)
+        return ids
 
     def whole_arena(self) -> LogitsView:
         """Every row of the arena as it stands now."""
@@ -353,4 +393,5 @@ class ModelCore:
         """The final norm's rows of the last decode step, a copy [rows, D]."""
         if self.last_decode is None:
             raise StaleHandleError("no decode ran, or another forward overwrote its rows")
-        return self.buffers.last_hidden[: self.last_decode[1]].copy()
+        rows = self.runtime.to_host(self.buffers.last_hidden[: self.last_decode[1]])
+        return np.array(rows, np.float32)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
 import numpy as np
 
 from atlas._native.sequence import Sequence
-from atlas.cache.host_store import HostStore
 from atlas.cache.sequence_file import (
     SequenceHeader,
     SequenceLayout,
@@ -390,9 +389,7 @@ class DenseLifecycle(ModelLifecycle):
             seq.num_exact,
             native.kv_valid_tokens,
         )
-        pools = zip(core.pools.keys, core.pools.values, strict=True)
-        parts = (pool[held] for layer in pools for pool in layer)  # a copy of one layer at a time
-        write_sequence(writer, header, native.tokens, parts)
+        write_sequence(writer, header, native.tokens, core.pools.read(held))
 
     def restore_sequence_state(self, seq: SequenceState, num_blocks: int, reader: BinaryIO) -> None:
         core = self._core
@@ -414,7 +411,7 @@ class DenseLifecycle(ModelLifecycle):
                 raise InvalidArgumentError(
                     f"num_blocks is {num_blocks}; the saved sequence fills {needed}"
                 )
-            HostStore(core.pools).write(native.block_table[:needed], saved.parts)
+            core.pools.write(native.block_table[:needed], saved.parts)
             native.advance(saved.tokens)
         except BaseException:
             native.trim(before)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
 
 from atlas.architectures.decoder import NetworkBuilder, Quantize
 from atlas.architectures.translator import TranslatorBuilder
 from atlas.architectures.weight_names import expected_weights
-from atlas.backends.cpu.pack import LANES, packed_format, tile_bytes
-from atlas.backends.cpu.runtime import CpuRuntime
-from atlas.backends.cpu.target import simd_level
-from atlas.cache.kv import BLOCK_SIZE, allocate_pools, kv_block_bytes
+from atlas.backends.backend import Backend, DeviceName, backend_named
+from atlas.cache.kv import BLOCK_SIZE
 from atlas.config import ModelConfig
-from atlas.errors import InvalidArgumentError, OutOfMemoryError
-from atlas.layers.step import StepShape, allocate, buffer_shapes
+from atlas.errors import InvalidArgumentError
+from atlas.layers.step import StepShape, buffer_shapes
 from atlas.layers.translation_step import translation_buffer_shapes
 from atlas.model import Model
 from atlas.model.core import Limits, ModelCore
@@ -36,7 +33,6 @@ from atlas.weights.packed_weights import PackedWeights, packed_weights
 
 _DEFAULT_SEQ_LEN = 8192
 _MAX_ROWS = 512
-_PIECE_ROWS = 128  # more are no faster, and fewer pages of the buffers are touched
 _LOGITS_ROWS = 64
 _MAX_RUNNING = 32
 _MAX_PREFILLS = 16
@@ -51,9 +47,9 @@ class LoadOptions:
     Attributes
     ----------
     dtype : {"auto", "float32"}
-        ``auto`` keeps the file's formats; ``float32`` dequantises every matrix.
-    kv_dtype : {"auto", "float32", "float16"}
-        ``auto``: float16 beside quantised weights, else float32.
+        ``auto`` keeps the file's formats; ``float32``, on the CPU, dequantises every matrix.
+    kv_dtype : {"auto", "float32", "float16", "bfloat16"}
+        ``auto``: bfloat16 on a GPU; on the CPU float16 beside quantised weights, else float32.
     threads : int
     max_seq_len : int, optional
         Positions of a sequence; default: the model's own, at most 8192.
@@ -64,20 +60,26 @@ class LoadOptions:
         Rows of one step; longer prompt windows run in pieces.
     max_running : int
         Sequences of a decode step; sizes the metadata and the logits arena.
+    device : {"cpu", "cuda"}
+    stream : object, optional
+        Of another library, to run on; CUDA only.
     """
 
     dtype: Literal["auto", "float32"] = "auto"
-    kv_dtype: Literal["auto", "float32", "float16"] = "auto"
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     threads: int = 1
     max_seq_len: int | None = None
     kv_tokens: int | None = None
     quantize: Quantize | None = None
     max_step_tokens: int = _MAX_ROWS
     max_running: int = _MAX_RUNNING
+    device: DeviceName = "cpu"
+    stream: object = None
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, ("auto", "float32"))
-        _one_of("kv_dtype", self.kv_dtype, ("auto", "float32", "float16"))
+        backend = self.backend()
+        _one_of("dtype", self.dtype, backend.dtypes)
+        _one_of("kv_dtype", self.kv_dtype, ("auto", *backend.kv_dtypes))
         _one_of("quantize", self.quantize, (None, "q8_0", "q4_0"))
         for name in ("threads", "max_seq_len", "kv_tokens", "max_step_tokens", "max_running"):
             value = getattr(self, name)
@@ -93,6 +95,10 @@ class LoadOptions:
             raise InvalidArgumentError(
                 f"dtype 'float32' and quantize {self.quantize!r} contradict each other"
             )
+
+    def backend(self) -> Backend:
+        """The backend of ``device``; nothing of it is taken yet."""
+        return backend_named(self.device, threads=self.threads, stream=self.stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +147,7 @@ def load_model(
     on_progress: Callable[[int], None] | None = None,
     on_compile: Callable[[str], None] | None = None,
 ) -> LoadedModel:
-    """Build a model on the CPU.
+    """Build a model on the device that the options name.
 
     Parameters
     ----------
@@ -158,49 +164,52 @@ def load_model(
     OutOfMemoryError
         The plan exceeds the memory that is free, and nothing was allocated; or an allocation
         failed all the same.
+    CapabilityError
+        The device cannot be used; why, in words.
     """
     plan = plan_load(checkpoint, options)
-    weights = packed_weights(_weights_key(checkpoint, options))
-    plan.memory.require_room(held=weights.nbytes)
+    backend = options.backend()
+    weights = _weights(checkpoint, options, backend)
     try:
-        return _load(checkpoint, options, plan, weights, on_progress, on_compile)
-    except OutOfMemoryError:
-        raise
-    except MemoryError as error:
-        raise plan.memory.refusal(str(error) or "an allocation failed") from error
+        plan.memory.require_room(backend.free_memory(), held=weights.nbytes)
+        try:
+            return _load(checkpoint, options, plan, backend, weights, on_progress, on_compile)
+        except MemoryError as error:
+            raise plan.memory.refusal(str(error) or "an allocation failed") from error
+    finally:
+        backend.close()
 
 
 def _load(
     checkpoint: Checkpoint,
     options: LoadOptions,
     plan: LoadPlan,
+    backend: Backend,
     weights: PackedWeights,
     on_progress: Callable[[int], None] | None,
     on_compile: Callable[[str], None] | None,
 ) -> LoadedModel:
     config, limits = checkpoint.config, plan.limits
-    pools = allocate_pools(config, plan.num_blocks, plan.kv_dtype)
-    runtime = CpuRuntime(options.threads, on_compile)
-    build = TranslatorBuilder if config.encoder is not None else NetworkBuilder
-    builder = build(
-        checkpoint,
-        pools,
-        runtime.pack,
-        weights,
-        limits.max_seq_len,
-        widen=options.dtype == "float32",
-        quantize=options.quantize,
-        on_progress=on_progress,
-    )
-    memory = MemoryPlan(0, pools.nbytes, plan.memory.buffers)
-    if isinstance(builder, TranslatorBuilder):
-        translator = load_translator(
-            builder, runtime, pools, limits, plan.buffer_shapes, plan.max_source_len
-        )
-        memory = replace(memory, weights=weights.nbytes)
-        return LoadedModel(*translator, memory, weights.formats, plan.kv_dtype)
-    buffers = allocate(plan.buffer_shapes)
+    runtime = backend.open(plan, on_compile)
     try:
+        pools = runtime.pools(config, plan.num_blocks, plan.kv_dtype)
+        build = TranslatorBuilder if config.encoder is not None else NetworkBuilder
+        builder = build(
+            checkpoint,
+            pools,
+            runtime,
+            weights,
+            limits.max_seq_len,
+            widen=options.dtype == "float32",
+            quantize=options.quantize,
+            on_progress=on_progress,
+        )
+        if isinstance(builder, TranslatorBuilder):
+            translator = load_translator(
+                builder, runtime, pools, limits, plan.buffer_shapes, plan.max_source_len
+            )
+            return LoadedModel(*translator, plan.memory, weights.formats, plan.kv_dtype)
+        buffers = runtime.buffers(plan.buffer_shapes)
         network = builder.build()
         runtime.prepare(
             network, buffers, [StepShape.prompt(limits.piece_rows), StepShape.decode(1)]
@@ -217,8 +226,7 @@ def _load(
         streams=DenseStreams(core),
         verify=DenseVerify(core),
     )
-    memory = replace(memory, weights=weights.nbytes)
-    return LoadedModel(model, core, memory, weights.formats, plan.kv_dtype)
+    return LoadedModel(model, core, plan.memory, weights.formats, plan.kv_dtype)
 
 
 def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
@@ -234,18 +242,26 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
         raise InvalidArgumentError(
             f"max_seq_len is {options.max_seq_len}; allowed: up to the model's {config.max_seq_len}"
         )
+    backend = options.backend()
     max_seq_len = options.max_seq_len or min(config.max_seq_len, _DEFAULT_SEQ_LEN)
-    kv_dtype = _kv_dtype(options, checkpoint)
+    stored = checkpoint.weight_formats()
+    kv_dtype: str = options.kv_dtype
+    if kv_dtype == "auto":
+        kv_dtype = backend.auto_kv_dtype(
+            widened=options.dtype == "float32",
+            quantized=options.quantize is not None
+            or any(FORMATS[name].is_quantized for name in stored.values()),
+        )
     max_source_len = 0
     if config.encoder is not None:
         max_source_len = min(config.encoder.max_source_len, options.max_seq_len or _DEFAULT_SEQ_LEN)
     kv_tokens = options.kv_tokens or default_kv_tokens(config, max_seq_len)
     num_blocks = -(-kv_tokens // BLOCK_SIZE)
-    max_rows = max(options.max_step_tokens, max_source_len)
+    max_rows = max(options.max_step_tokens, backend.step_rows, max_source_len)
     most = metadata_rows(options.max_running)
     limits = Limits(
         max_rows,
-        min(max_rows, _PIECE_ROWS),
+        min(max_rows, backend.piece_rows),
         most + _MAX_PREFILLS if config.encoder is None else max(_LOGITS_ROWS, most),
         max(_LOGITS_ROWS, most + _MAX_PREFILLS),
         max_seq_len,
@@ -255,13 +271,14 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
     buffers = shapes_of(config, limits.max_rows, limits.max_seqs, max_blocks, limits.logits_rows)
     shapes = expected_weights(config)
     formats = {
-        name: _format_in_memory(name, stored, shapes[name], options)
-        for name, stored in checkpoint.weight_formats().items()
+        name: _format_in_memory(name, format, shapes[name], config, options, backend)
+        for name, format in stored.items()
     }
+    weights = sum(_bytes_in_memory(formats[name], shape, backend) for name, shape in shapes.items())
     memory = MemoryPlan(
-        weights=sum(_bytes_in_memory(formats[name], shape) for name, shape in shapes.items()),
-        kv_pool=num_blocks * kv_block_bytes(config, kv_dtype),
-        buffers=sum(4 * prod(shape) for shape in buffers.values()),
+        weights=weights + _rope_bytes(config, max_seq_len, backend),
+        kv_pool=num_blocks * backend.kv_block_bytes(config, kv_dtype),
+        buffers=backend.buffer_bytes(buffers),
     )
     return LoadPlan(limits, num_blocks, kv_dtype, formats, buffers, memory, max_source_len)
 
@@ -273,36 +290,43 @@ def default_kv_tokens(config: ModelConfig, max_seq_len: int) -> int:
     return max(8 * max_seq_len, (MAX_BEAMS + 1) * min(max_seq_len, 512))
 
 
-def _format_in_memory(name: str, stored: str, shape: tuple[int, ...], options: LoadOptions) -> str:
-    if len(shape) == 1 or options.dtype == "float32":
-        return "f32"
-    is_float = not FORMATS[stored].is_quantized
-    if options.quantize is not None and is_float and not name.endswith("router"):
-        return options.quantize
-    return packed_format(stored)
-
-
-def _bytes_in_memory(packed: str, shape: tuple[int, ...]) -> int:
+def _format_in_memory(
+    name: str,
+    stored: str,
+    shape: tuple[int, ...],
+    config: ModelConfig,
+    options: LoadOptions,
+    backend: Backend,
+) -> str:
     if len(shape) == 1:
-        return 4 * shape[0]
-    return -(-shape[0] // LANES) * tile_bytes(packed, shape[1])
+        return "f32"
+    groups = config.moe.num_experts if config.moe is not None and ".experts." in name else 1
+    if options.dtype == "float32":
+        stored = "f32"
+    elif options.quantize is not None and not name.endswith("router"):
+        stored = stored if FORMATS[stored].is_quantized else options.quantize
+    return backend.matrix_format(stored, shape[1], groups)
 
 
-def _kv_dtype(options: LoadOptions, checkpoint: Checkpoint) -> str:
-    if options.kv_dtype != "auto":
-        return options.kv_dtype
-    if options.dtype == "float32" or simd_level() == "plain":
-        return "float32"
-    quantized = options.quantize is not None or any(
-        FORMATS[name].is_quantized for name in checkpoint.weight_formats().values()
+def _bytes_in_memory(format: str, shape: tuple[int, ...], backend: Backend) -> int:
+    if len(shape) == 1:
+        return backend.vector_bytes(shape[0])
+    return backend.matrix_bytes(format, *shape)
+
+
+def _rope_bytes(config: ModelConfig, max_seq_len: int, backend: Backend) -> int:
+    tables = [table for table in (config.rope, config.rope_local) if table is not None]
+    return sum(
+        backend.table_bytes(max_seq_len * (table.rotary_dim or config.head_dim)) for table in tables
     )
-    return "float16" if quantized else "float32"
 
 
-def _weights_key(checkpoint: Checkpoint, options: LoadOptions) -> Hashable:
-    """What packed weights depend on: files, shapes, options and backend."""
+def _weights(checkpoint: Checkpoint, options: LoadOptions, backend: Backend) -> PackedWeights:
+    """Where packed weights are kept: those of a model on the CPU serve others on the same file."""
+    if backend.name != "cpu":  # they lie in an arena that ends with its model
+        return PackedWeights()
     altered = (options.dtype == "float32", options.quantize)
-    return checkpoint.identity, checkpoint.config, altered, CpuRuntime.name
+    return packed_weights((checkpoint.identity, checkpoint.config, altered, backend.name))
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

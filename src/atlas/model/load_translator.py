@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atlas.architectures.translator import TranslatorBuilder
-from atlas.backends.cpu.runtime import CpuRuntime
+from atlas.backends.backend import Runtime
 from atlas.cache.kv import KvPools
 from atlas.layers.translation_step import DecodeShape, EncodeShape, allocate_translation
 from atlas.model import Model
@@ -18,22 +18,18 @@ from atlas.model.verify import DenseVerify
 
 def load_translator(
     builder: TranslatorBuilder,
-    runtime: CpuRuntime,
+    runtime: Runtime,
     pools: KvPools,
     limits: Limits,
     buffer_shapes: dict[str, tuple[int, ...]],
     max_source_len: int,
 ) -> tuple[Model, TranslatorCore]:
-    """Load the weights and tie the capability groups to them; ends ``runtime`` if that fails."""
-    try:
-        buffers = allocate_translation(buffer_shapes)
-        network = builder.build_translator()
-        config = builder.checkpoint.config
-        core = TranslatorCore(config, network, runtime, pools, buffers, limits, max_source_len)
-        core.prepare(EncodeShape(max_source_len, 1), DecodeShape(1, 1, 1, 1))
-    except BaseException:
-        runtime.close()
-        raise
+    """Load the weights and tie the capability groups to them."""
+    buffers = allocate_translation(buffer_shapes)
+    network = builder.build_translator()
+    config = builder.checkpoint.config
+    core = TranslatorCore(config, network, runtime, pools, buffers, limits, max_source_len)
+    core.prepare(EncodeShape(max_source_len, 1), DecodeShape(1, 1, 1, 1))
     model = Model(
         config=config,
         forward=TranslatorForward(core),

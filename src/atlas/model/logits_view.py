@@ -23,10 +23,16 @@ class LogitsArena:
     rows : float32 [R, C]
     guard : callable
         Raises when the model was closed or belongs to a parent process.
+    read : callable, optional
+        Gives rows as a NumPy array: a copy where they lie in a device's memory. Default: the rows
+        themselves.
     """
 
-    def __init__(self, rows: Floats, guard: Callable[[], None]) -> None:
+    def __init__(
+        self, rows: Any, guard: Callable[[], None], read: Callable[[Any], Floats] | None = None
+    ) -> None:
         self.rows = rows
+        self._read = read
         self.generations = np.zeros(len(rows), np.int64)
         self.generation = 0
         self.num_unread_decode = 0  # rows 0 … n − 1 hold decode logits that nobody has read
@@ -43,6 +49,12 @@ class LogitsArena:
         """A view of rows that were written; older views of these rows are stale."""
         self.overwrite(first, count)
         return LogitsView(self, first, count)
+
+    def read(self, view: LogitsView) -> Floats:
+        """The view's rows in host memory."""
+        rows = self.rows[view.first_row : view.first_row + view.num_rows]
+        values: Floats = rows if self._read is None else self._read(rows)
+        return values
 
     def drop(self) -> None:
         """Let go of the memory: the model was closed."""
@@ -67,7 +79,7 @@ class LogitsArena:
 class LogitsView:
     """float32 logits [rows, vocabulary] in the arena, valid until a later call writes the rows.
 
-    ``np.asarray(view)`` is a copy; :meth:`numpy` is a read-only view without a copy.
+    ``np.asarray(view)`` is a copy; :meth:`numpy` is read-only, on the CPU without a copy.
     """
 
     __slots__ = ("_arena", "first_row", "generations", "num_rows")
@@ -85,8 +97,9 @@ class LogitsView:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """float32 on the CPU."""
-        return self._arena.rows.dtype
+        """float32."""
+        dtype: np.dtype[Any] = np.dtype(self._arena.rows.dtype)
+        return dtype
 
     @property
     def row_numbers(self) -> range:
@@ -108,13 +121,40 @@ class LogitsView:
         return LogitsView(self._arena, self.first_row + row % self.num_rows, 1)
 
     def numpy(self) -> Floats:
-        """A read-only array of the rows, not a copy: later calls overwrite it unseen."""
+        """A read-only array of the rows: on the CPU no copy, and later calls overwrite it unseen.
+
+        From a GPU they are copied once the step has run.
+        """
         self._arena.check(self)
         self._arena.mark_read(self)
-        rows = self._arena.rows[self.first_row : self.first_row + self.num_rows]
-        rows = rows.view()
+        rows = self._arena.read(self).view()
         rows.flags.writeable = False
         return rows
+
+    @property
+    def device_rows(self) -> Any:
+        """The rows where the step left them, without a copy and without waiting for it.
+
+        On a GPU a ``DeviceArray``, which other libraries view by DLPack or by
+        ``__cuda_array_interface__``; order their stream behind the model's, or synchronise first.
+        """
+        self._arena.check(self)
+        self._arena.mark_read(self)
+        return self._arena.rows[self.first_row : self.first_row + self.num_rows]
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """The rows for another library (``torch.from_dlpack(view)``), without a copy."""
+        return self.device_rows.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        self._arena.check(self)
+        return self._arena.rows.__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Of rows on a GPU; an AttributeError otherwise."""
+        interface: dict[str, Any] = self.device_rows.__cuda_array_interface__
+        return interface
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:

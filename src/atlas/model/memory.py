@@ -24,15 +24,14 @@ class MemoryPlan:
         """All of it."""
         return self.weights + self.kv_pool + self.buffers
 
-    def require_room(self, held: int = 0) -> None:
-        """Refuse a plan larger than what is available now and the ``held`` bytes of it.
+    def require_room(self, free: int, held: int = 0) -> None:
+        """Refuse a plan larger than the bytes ``free`` now and the ``held`` bytes of it.
 
         Raises
         ------
         OutOfMemoryError
             With the plan's numbers.
         """
-        free = available_memory()
         if self.total > free + held:
             raise self.refusal(f"{free / 2**20:.0f} MiB are free")
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from atlas.cache.host_store import HostStore
 from atlas.errors import KvExhausted
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def reserve(core: ModelCore, seq: SequenceState, num_positions: int) -> Replaced
         )
     native.reserve(num_positions)
     (copy,) = pool.allocate(1)
-    HostStore(core.pools).copy_block(int(native.block_table[index]), copy)
+    core.pools.copy_block(int(native.block_table[index]), copy)
     return Replaced(seq, index, native.replace_block(index, copy))
 
 

@@ -56,7 +56,11 @@ class ModelStreams(Protocol):
 
 
 class DenseStreams(ModelStreams):
-    """Streams of a backend whose calls return when their work is done."""
+    """Streams of a backend that runs all work in the order of the calls.
+
+    A model's steps share its buffers, so on a GPU too they run on one stream, the model's own or
+    the one its engine was given. Other handles are names for it: what they promise holds.
+    """
 
     def __init__(self, core: ModelCore) -> None:
         self._core = core
@@ -86,6 +90,7 @@ class DenseStreams(ModelStreams):
 
     def synchronize(self, stream: Stream) -> None:
         self._check(stream)
+        self._core.runtime.synchronize()
 
     def _check(self, stream: Stream, event: Event | None = None) -> None:
         self._core.enter()

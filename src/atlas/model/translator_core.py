@@ -153,23 +153,23 @@ class TranslatorCore(ModelCore):
         return groups
 
     def _encode(self, sources: Sequence[EncodedSource]) -> None:
-        buffers, size = self.buffers, self.pools.block_size
+        inputs, size = self.runtime.inputs(self.buffers), self.pools.block_size
         rows = 0
         for i, source in enumerate(sources):
             place = slice(rows, rows + len(source))
-            buffers.token_ids[place] = source.token_ids
-            buffers.positions[place] = np.arange(len(source))
-            buffers.slots[place] = source.slots(size)
+            inputs.token_ids[place] = source.token_ids
+            inputs.positions[place] = np.arange(len(source))
+            inputs.slots[place] = source.slots(size)
             rows += len(source)
-            buffers.source_cu_rows[i + 1] = rows
+            inputs.source_cu_rows[i + 1] = rows
         self.last_decode = None
-        self.runtime.run(self.network.encoder, buffers, EncodeShape(rows, len(sources)))
+        self.runtime.run(self.network.encoder, self.buffers, EncodeShape(rows, len(sources)))
 
     def prepare(self, encode: EncodeShape, decode: DecodeShape) -> None:
         """Load, or compile, the bodies that sweeps of these shapes and the choice run."""
         self.runtime.prepare(self.network.encoder, self.buffers, [encode])
         self.runtime.prepare(self.network.decoder, self.buffers, [decode])
-        self.runtime.device.compiler.address("beam.top_candidates")
+        self.top_candidates(1, 1, [[]])
 
     def warm_up(self) -> None:
         """Record the sweeps of one search of 1 … 16 beams, and read every weight once."""
@@ -188,23 +188,27 @@ class TranslatorCore(ModelCore):
 
     def run(self, batch: Batch) -> None:
         """One sweep of the decoder. Sequences of one source lie side by side in ``batch``."""
-        self._write(batch)
-        buffers = self.buffers
+        inputs = self._write(batch)
         sources, rows, source = 0, 0, None
         for seq, count in zip(batch.seqs, batch.rows.tolist(), strict=True):
             if seq.encoder is not source:
                 source = seq.encoder
-                buffers.source_tables[sources, : len(source.blocks)] = source.blocks
-                buffers.source_lens[sources] = len(source)
+                inputs.source_tables[sources, : len(source.blocks)] = source.blocks
+                inputs.source_lens[sources] = len(source)
                 sources += 1
             rows += count
-            buffers.source_cu_rows[sources] = rows
+            inputs.source_cu_rows[sources] = rows
         shape = DecodeShape(
-            rows, len(batch.seqs), sources, len(batch.logits_rows), batch.first_logits
+            rows,
+            len(batch.seqs),
+            sources,
+            len(batch.logits_rows),
+            batch.first_logits,
+            int(batch.rows.max()),
         )
         self.last_decode = None
-        self.arena.overwrite(shape.first_logits, shape.logits)
-        self.runtime.run(self.network.decoder, buffers, shape)
+        self.arena.overwrite(shape.first_logits, self.runtime.logits_written(shape))
+        self.runtime.run(self.network.decoder, self.buffers, shape)
 
     def top_candidates(
         self, rows: int, k: int, bans: Sequence[Sequence[int]]

@@ -95,6 +95,7 @@ def attention_step(
     slots: Int,
     block_tables: Int,
     cu_rows: Int,
+    max_rows: int,
     positions: Int,
     scale: float,
     window: int | None,
@@ -107,7 +108,8 @@ def attention_step(
     """All that lies between the QKV product and the output product, for step rows.
 
     :func:`prepare_heads`, then causal attention as :func:`attention_prefill` describes it. A
-    sequence has one row, or up to K rows of a verify. What is left in ``q`` is not defined.
+    sequence has one row, or up to K rows of a verify; ``max_rows`` is what none of them exceeds,
+    and no result depends on it. What is left in ``q`` is not defined.
     """
     prepare_heads(
         q, k, v, q_norm, k_norm, norm_eps, positions, rope_table, slots,

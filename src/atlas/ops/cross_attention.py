@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.ops.attention import attention_prefill
-from atlas.ops.spec import op
+from atlas.ops.spec import translation_op
 
 Float = NDArray[np.float32]
 Int = NDArray[np.int32]
 
 
-@op
+@translation_op
 def cross_attention(
     q: Float,
     k_pool: NDArray[np.floating],

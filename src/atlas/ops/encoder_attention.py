@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ops.spec import op
+from atlas.ops.spec import translation_op
 
 Float = NDArray[np.float32]
 
 
-@op
+@translation_op
 def encoder_attention(
     q: Float, k: Float, v: Float, cu_rows: NDArray[np.int32], scale: float, *, out: Float
 ) -> None:

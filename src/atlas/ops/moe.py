@@ -1,10 +1,11 @@
-"""Mixture of experts: routing, the experts' products, and their weighted sum."""
+"""Mixture of experts: routing, and the experts' products with their weighted sum."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from atlas.ops.blocks import HostMatrix
 from atlas.ops.linear import product
 from atlas.ops.spec import op
@@ -40,6 +41,50 @@ def moe_route(scores: Float, normalize: bool, *, ids: Int, weights: Float) -> No
 
 
 @op
+def moe_experts(
+    x: Float,
+    gate_up: HostMatrix,
+    down: HostMatrix,
+    ids: Int,
+    weights: Float,
+    activation: str,
+    *,
+    expert_gate_up: Float,
+    expert_activated: Float,
+    expert_out: Float,
+    out: Float,
+) -> None:
+    """out[t] += Σⱼ weights[t, j] · down_e(act(gate_e(x[t])) · up_e(x[t])) with e = ids[t, j].
+
+    Parameters
+    ----------
+    x : float32 [T, D]
+    gate_up : matrix [E · 2F, D]
+        The gate's rows of expert 0, then its ``up``'s, then those of expert 1, …
+    down : matrix [E · D, F]
+        The experts' matrices, one under the other.
+    ids, weights : int32 and float32 [T, X]
+        As :func:`moe_route` leaves them.
+    activation : {"silu", "gelu_tanh"}
+    expert_gate_up, expert_activated, expert_out : float32 [T, X, 2F], [T, X, F], [T, X, D]
+        Scratch.
+    out : float32 [T, D]
+        The residual stream, updated: experts are added in the order of j, then into it.
+
+    Notes
+    -----
+    Each (row, expert) product is summed in the order of ``linear``.
+    """
+    (rows, top_k, inner), gate = expert_activated.shape, gelu_tanh_and_mul
+    if activation == "silu":
+        gate = silu_and_mul
+    moe_linear(x[:, None], gate_up, ids, out=expert_gate_up)
+    pairs = rows * top_k
+    gate(expert_gate_up.reshape(pairs, -1), out=expert_activated.reshape(pairs, inner))
+    moe_linear(expert_activated, down, ids, out=expert_out)
+    moe_combine(expert_out, weights, out=out)
+
+
 def moe_linear(x: Float, weight: HostMatrix, ids: Int, *, out: Float) -> None:
     """out[t, j] = x[t, j] · W[ids[t, j]]ᵀ.
 
@@ -60,7 +105,6 @@ def moe_linear(x: Float, weight: HostMatrix, ids: Int, *, out: Float) -> None:
             out[t, j] = product(x[t, min(j, x.shape[1] - 1)][None], expert)[0]
 
 
-@op
 def moe_combine(y: Float, weights: Float, *, out: Float) -> None:
     """out[t] += Σⱼ weights[t, j] · y[t, j], j ascending from 0, then into the residual.
 

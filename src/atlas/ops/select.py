@@ -10,10 +10,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from atlas.ops import OPS
+from atlas.ops.spec import TRANSLATION_OPS
 
 
-def implementations(backend: str) -> dict[str, Callable[..., Any]]:
+def implementations(backend: str, *, translation: bool = True) -> dict[str, Callable[..., Any]]:
     """Every op's function in ``atlas.backends.<backend>``, by op name.
+
+    ``translation=False`` leaves those out that only encoder-decoders call.
 
     A function has its definition's signature behind a first parameter, the queue.
 
@@ -24,6 +27,8 @@ def implementations(backend: str) -> dict[str, Callable[..., Any]]:
     """
     found = {}
     for name, definition in OPS.items():
+        if name in TRANSLATION_OPS and not translation:
+            continue
         file = definition.__module__.rpartition(".")[2]
         module: ModuleType = importlib.import_module(f"atlas.backends.{backend}.{file}")
         function = getattr(module, name, None)

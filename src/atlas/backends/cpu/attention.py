@@ -65,6 +65,7 @@ def attention_step(
     slots: Array,
     block_tables: Array,
     cu_rows: Array,
+    max_rows: int,
     positions: Array,
     scale: float,
     window: int | None,

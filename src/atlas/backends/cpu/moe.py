@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from atlas.backends.cpu.activation import gelu_tanh_and_mul, silu_and_mul
 from atlas.backends.cpu.device import Args, Array, Queue, address
 from atlas.backends.cpu.linear import activation_stride, activations
 from atlas.backends.cpu.pack import PackedMatrix
@@ -17,6 +18,29 @@ def moe_route(queue: Queue, scores: Array, normalize: bool, *, ids: Array, weigh
     args: Args = (address(scores), sizes["T"], sizes["E"], sizes["X"], int(normalize), address(ids))
     args += (address(weights), address(scratch))
     queue.launch("moe.route", args, (scores, ids, weights, scratch))
+
+
+def moe_experts(
+    queue: Queue,
+    x: Array,
+    gate_up: PackedMatrix,
+    down: PackedMatrix,
+    ids: Array,
+    weights: Array,
+    activation: str,
+    *,
+    expert_gate_up: Array,
+    expert_activated: Array,
+    expert_out: Array,
+    out: Array,
+) -> None:
+    gates = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+    rows, top_k, inner = expert_activated.shape
+    moe_linear(queue, x[:, None, :], gate_up, ids, out=expert_gate_up)
+    both = expert_gate_up.reshape(rows * top_k, 2 * inner)
+    gates[activation](queue, both, out=expert_activated.reshape(rows * top_k, inner))
+    moe_linear(queue, expert_activated, down, ids, out=expert_out)
+    moe_combine(queue, expert_out, weights, out=out)
 
 
 def moe_linear(queue: Queue, x: Array, weight: PackedMatrix, ids: Array, *, out: Array) -> None:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from atlas._native.pool import LaunchList
+from atlas.backends.backend import Shapes
+from atlas.backends.cpu.compiler import BodyCompiler
 from atlas.backends.cpu.device import CpuDevice, Queue
 from atlas.backends.cpu.pack import PackedMatrix, pack
 from atlas.backends.cpu.target import cpu_target
+from atlas.cache.kv import KvPools, allocate_pools
+from atlas.config import ModelConfig
 from atlas.layers.network import Network
-from atlas.layers.step import StepBuffers, StepShape
+from atlas.layers.step import Array, StepBuffers, StepShape, allocate
+from atlas.model.step_result import FinishedStep, StepResult
 from atlas.ops.blocks import HostMatrix
 from atlas.ops.select import bind, implementations
 
+Ints = NDArray[np.int32]
 _RECORDED = 64  # shapes kept; a list is about 60 KB for 30 layers
 
 
@@ -29,6 +38,7 @@ class CpuRuntime:
     """
 
     name = "cpu"
+    gains_by_feed = False  # a step runs in the thread that plans the next one
 
     def __init__(self, threads: int, on_compile: Callable[[str], None] | None = None) -> None:
         self.device = CpuDevice(threads, on_compile)
@@ -40,6 +50,28 @@ class CpuRuntime:
     def fingerprint(self) -> str:
         """What a result's bits depend on besides the model: the instruction set."""
         return f"cpu-{cpu_target().level}"
+
+    @property
+    def words(self) -> str:
+        """The device, for people."""
+        return f"{self.fingerprint}, {self.device.threads} threads"
+
+    @property
+    def host_compiler(self) -> BodyCompiler:
+        """Compiles the bodies that run on the host whatever the backend (sampling)."""
+        return self.device.compiler
+
+    def pools(self, config: ModelConfig, num_blocks: int, kv_dtype: str) -> KvPools:
+        """The KV pools, zeroed."""
+        return allocate_pools(config, num_blocks, kv_dtype)
+
+    def buffers(self, shapes: Shapes) -> StepBuffers:
+        """A step's buffers, zeroed."""
+        return allocate(shapes)
+
+    def place(self, values: Array) -> Array:
+        """The values themselves: bodies read them where they are."""
+        return values
 
     def pack(self, matrices: Sequence[HostMatrix], groups: int = 1) -> PackedMatrix:
         """Repack weights for the bodies."""
@@ -70,6 +102,47 @@ class CpuRuntime:
         else:
             self._recorded.move_to_end(shape)
         return launches
+
+    def fault(self) -> None:
+        """Nothing breaks a CPU for good."""
+        return
+
+    def inputs(self, buffers: StepBuffers) -> StepBuffers:
+        """Where a step's integers are written: the buffers themselves."""
+        return buffers
+
+    def logits_written(self, shape: StepShape) -> int:
+        """Rows of the arena that a step of this shape writes."""
+        return shape.logits
+
+    def feed(self, inputs: StepBuffers, rows: Ints, sources: Ints, before: StepResult) -> None:
+        """Let ``rows`` take the tokens that the step before chose for its logits rows."""
+        inputs.token_ids[rows] = before.tokens()[sources]
+
+    def result(
+        self, buffers: StepBuffers, count: int, *, wants_tokens: bool, host_rows: Sequence[int]
+    ) -> StepResult:
+        """What the step that ran has chosen."""
+        tokens = self.greedy(buffers, 0, count) if wants_tokens and count else None
+        return FinishedStep(tokens, buffers.logits[:count], host_rows)
+
+    def greedy(self, buffers: StepBuffers, first: int, count: int) -> Ints:
+        """Greedy id of arena rows from ``first`` on; −1 marks a row that is not finite."""
+        out = np.empty(count, np.int32)
+        self.ops.argmax(buffers.logits[first : first + count], out=out)
+        return out
+
+    def to_host(self, array: Array) -> Array:
+        """The array itself, which is in host memory."""
+        return array
+
+    def synchronize(self) -> None:
+        """Nothing runs once a call has returned."""
+
+    def read_bytes(self, array: Array, starts: Sequence[int], count: int) -> Iterator[Array]:
+        """``count`` bytes of a weight array from each of ``starts`` on."""
+        data = array.reshape(-1).view(np.uint8)
+        return (data[start : start + count] for start in starts)
 
     def forget_recorded(self) -> None:
         """Drop every recorded list (ops were replaced)."""

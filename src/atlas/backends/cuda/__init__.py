@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: the op vocabulary as launches of ``atlas_kernels``, through cuda-core and the driver.
+"""NVIDIA GPUs: the op vocabulary as launches of ``atlas_kernels``, and the runtime beneath.
 
 Nothing here is imported before an engine asks for the device; ``import atlas`` touches no CUDA
 library. Files named like those of ``atlas.ops`` compute launches; the others are the runtime:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from atlas.backends.cuda import dlpack
 from atlas.errors import ShapeError
 
 ITEM_BYTES = {
@@ -154,6 +155,28 @@ class DeviceArray:
             "strides": None if self.is_contiguous else self.strides,
             "version": 3,
         }
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """A DLPack capsule over the same memory, which the consumer must not outlive.
+
+        Nothing is ordered between the consumer's ``stream`` and the model's: synchronise first.
+        """
+        if copy:
+            raise BufferError("a device array is exported without a copy")
+        if dl_device is not None and dl_device != self.__dlpack_device__():
+            raise BufferError(f"this array is on device {self.__dlpack_device__()}")
+        return dlpack.capsule(self)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """(2, ordinal): CUDA memory."""
+        return dlpack.CUDA, getattr(self.owner, "ordinal", 0)
 
 
 def contiguous_strides(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:

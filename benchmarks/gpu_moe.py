@@ -1,0 +1,427 @@
+"""Mixture of experts on a GPU: bits of rows checked, decode and prefill timed.
+
+    python benchmarks/gpu_moe.py [--rows 1 2 8 128] [--prefill 2048 8192] [--tune] [--json F]
+
+Random bf16 weights. Shape A: 256 experts, top 8 and a shared one, hidden 2048, expert width 512;
+shape B (Qwen3-30B-A3B): 128 experts, top 8, width 768, and its whole weight sweep at batch 1.
+Bit for bit: each row alone, among others, shuffled, by the decode and by every grouped kernel.
+Exits with 1 if a check failed. Needs torch, for data and for the ceilings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from atlas_kernels import build, registry  # noqa: E402
+from atlas_kernels.gemm_step_plan import TILES, variant  # noqa: E402
+from atlas_kernels.moe_plan import (  # noqa: E402
+    COLUMNS,
+    DECODE_TILES,
+    GROUPED_TILES,
+    DecodeTile,
+    decode_variant,
+    grouped_variant,
+)
+
+from benchmarks.gpu_gemm import StepGemm, read_ceiling  # noqa: E402
+from tests.kernels.gpu import Gpu  # noqa: E402
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's experts."""
+
+    name: str
+    experts: int
+    top_k: int
+    dim: int
+    inner: int
+    shared: bool
+
+    @property
+    def slots(self) -> int:
+        return self.top_k + self.shared
+
+    @property
+    def expert_bytes(self) -> int:
+        return 6 * self.dim * self.inner
+
+
+A = Shape("A", 256, 8, 2048, 512, shared=True)
+B = Shape("B", 128, 8, 2048, 768, shared=False)
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+class Layer:
+    """One layer's weights."""
+
+    def __init__(self, shape: Shape) -> None:
+        experts, dim, inner = shape.experts, shape.dim, shape.inner
+        self.gate_up = _normal(experts, 2 * inner, dim) * dim**-0.5
+        self.down = _normal(experts, dim, inner) * inner**-0.5
+        self.shared_gate_up = _normal(2 * inner, dim) * dim**-0.5 if shape.shared else None
+        self.shared_down = _normal(dim, inner) * inner**-0.5 if shape.shared else None
+
+    def address(self, name: str) -> int:
+        tensor = getattr(self, name)
+        return 0 if tensor is None else tensor.data_ptr()
+
+
+class Runner:
+    """Launches the kernels on torch tensors; scratch for the greatest number of rows."""
+
+    def __init__(self, gpu: Gpu, shape: Shape, max_rows: int) -> None:
+        self.gpu, self.shape = gpu, shape
+        pairs = max_rows * shape.slots
+        self.act = torch.empty(pairs, shape.inner, device="cuda", dtype=torch.bfloat16)
+        self.y = torch.empty(pairs, shape.dim, device="cuda", dtype=torch.bfloat16)
+        self.order = torch.empty(pairs, device="cuda", dtype=torch.int32)
+        self.tiles = torch.empty(pairs // 16 + 512, 4, device="cuda", dtype=torch.int32)
+
+    def route(self, scores: Tensor, shared: Tensor | None, ids: Tensor, weights: Tensor) -> None:
+        shape = self.shape
+        args: list[Any] = [scores.data_ptr(), 0, 0 if shared is None else shared.data_ptr(), 0]
+        args += [ids.data_ptr(), weights.data_ptr(), shape.experts, shape.top_k, shape.slots]
+        args += [0, 1, 0.0, 1.0, scores.stride(0) * 4, 4]
+        self.gpu.run("moe_route", (len(scores), 1), args)
+
+    def gate_up(self, layer: Layer, x: Tensor, ids: Tensor, name: str, blocks: int = 0) -> None:
+        shape = self.shape
+        args = [layer.address("gate_up"), layer.address("shared_gate_up"), x.data_ptr()]
+        args += [ids.data_ptr(), self.act.data_ptr(), len(x), shape.slots, shape.experts]
+        args += [shape.dim, shape.inner, x.stride(0) * 2]
+        blocks = blocks or self.gpu.device.properties.multiprocessor_count
+        self.gpu.run(f"moe_gate_up_bf16_{name}", (blocks, 1), args)
+
+    def down(
+        self, layer: Layer, ids: Tensor, weights: Tensor, residual: Tensor, out: Tensor, name: str
+    ) -> None:
+        shape = self.shape
+        args = [layer.address("down"), layer.address("shared_down"), ids.data_ptr()]
+        args += [weights.data_ptr(), self.act.data_ptr(), residual.data_ptr(), out.data_ptr()]
+        args += [len(out), shape.slots, shape.experts, shape.dim, shape.inner]
+        args += [residual.stride(0) * 2, out.stride(0) * 2]
+        self.gpu.run(f"moe_down_bf16_{name}", (shape.dim // COLUMNS, 1), args)
+
+    def decode(
+        self, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor, out: Tensor,
+        name: str,
+    ) -> None:  # fmt: skip
+        self.gate_up(layer, x, ids, name)
+        self.down(layer, ids, weights, residual, out, name)
+
+    def grouped(
+        self, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor, out: Tensor,
+        name: str, only: str = "",
+    ) -> None:  # fmt: skip
+        gpu, shape, tile, pairs = self.gpu, self.shape, GROUPED_TILES[name], ids.numel()
+        groups = shape.experts + shape.shared
+        count = tile.tiles(pairs, groups)
+        order, tiles = self.order.data_ptr(), self.tiles.data_ptr()
+        if only in ("", "sort"):
+            args = [ids.data_ptr(), order, tiles, pairs, groups, tile.rows, count]
+            gpu.run("moe_sort", (groups, 1), args)
+        if only in ("", "gate_up"):
+            args = [layer.address("gate_up"), layer.address("shared_gate_up"), x.data_ptr(), order]
+            args += [tiles, self.act.data_ptr(), shape.experts, shape.slots, shape.dim]
+            args += [shape.inner, x.stride(0) * 2]
+            grid = (2 * shape.inner // tile.columns, count)
+            gpu.run(f"moe_grouped_gate_up_bf16_{name}", grid, args)
+        if only in ("", "down"):
+            args = [layer.address("down"), layer.address("shared_down"), self.act.data_ptr(), order]
+            args += [tiles, self.y.data_ptr(), shape.experts, shape.dim, shape.inner]
+            grid = (shape.dim // tile.columns, count)
+            gpu.run(f"moe_grouped_down_bf16_{name}", grid, args)
+        if only in ("", "combine"):
+            args = [self.y.data_ptr(), ids.data_ptr(), weights.data_ptr(), residual.data_ptr()]
+            args += [out.data_ptr(), shape.slots, shape.dim, residual.stride(0) * 2]
+            args += [out.stride(0) * 2]
+            gpu.run("moe_combine", (len(x), -(-shape.dim // 1024)), args)
+
+
+def choices(shape: Shape, rows: int) -> tuple[Tensor, Tensor]:
+    """Random experts and weights of rows."""
+    ids = torch.rand(rows, shape.experts, device="cuda").argsort(dim=1)[:, : shape.top_k].int()
+    if shape.shared:
+        ids = torch.cat([ids, torch.full_like(ids[:, :1], shape.experts)], dim=1)
+    return ids.contiguous(), torch.rand(rows, shape.slots, device="cuda")
+
+
+def exact(shape: Shape, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The block in float64, act rounded to bf16."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
+    for row in range(len(x)):
+        for slot in range(shape.slots):
+            e = int(ids[row, slot])
+            is_shared = e == shape.experts
+            gate_up = layer.shared_gate_up if is_shared else layer.gate_up[e]
+            down = layer.shared_down if is_shared else layer.down[e]
+            h = gate_up.double() @ x[row].double()
+            act = torch.nn.functional.silu(h[: shape.inner]) * h[shape.inner :]
+            out[row] += weights[row, slot].double() * (down.double() @ act.bfloat16().double())
+    return out
+
+
+class Checks:
+    """Bits and errors."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+        self.errors: dict[str, float] = {}
+
+    def that(self, good: bool, what: str) -> None:
+        if not good:
+            self.failed.append(what)
+            print("WRONG:", what, flush=True)
+
+    def run(self, gpu: Gpu, shape: Shape) -> None:
+        """Every form gives a row the same bits."""
+        rows = 700
+        runner, layer = Runner(gpu, shape, rows), Layer(shape)
+        x, residual = _normal(rows, shape.dim), _normal(rows, shape.dim) * 0.1
+        ids, weights = choices(shape, rows)
+        ids[1], ids[2, :4] = ids[0], ids[0, :4]
+        results = {}
+        for name in GROUPED_TILES:
+            out = torch.full((rows + 1, shape.dim), float("nan"), device="cuda").bfloat16()
+            torch.cuda.synchronize()
+            runner.grouped(layer, x, ids, weights, residual, out[:-1], name)
+            gpu.stream.sync()
+            results[name] = out[:-1]
+            self.that(bool(out[-1].isnan().all()), f"{shape.name} {name}: wrote past the last row")
+        full = results["r16"]
+        for name, other in results.items():
+            self.that(torch.equal(full, other), f"{shape.name}: bits of grouped {name}")
+        want = exact(shape, layer, x[:8], ids[:8], weights[:8]) + residual[:8].double()
+        error = float((full[:8].double() - want).norm() / want.norm())
+        self.errors[shape.name] = error
+        self.that(error < 6e-3, f"{shape.name}: error {error:.1e}")
+        picks = [[0], [5], [0, 1], [3, 2, 0], list(range(8)), list(range(7, -1, -1)), [2, 699, 40]]
+        for pick in picks:
+            for name, tile in DECODE_TILES.items():
+                if len(pick) > tile.rows:
+                    continue
+                out = torch.full((len(pick), shape.dim), float("nan"), device="cuda").bfloat16()
+                parts = [t[pick].contiguous() for t in (x, ids, weights, residual)]
+                torch.cuda.synchronize()
+                runner.decode(layer, *parts, out, name)
+                gpu.stream.sync()
+                self.that(torch.equal(out, full[pick]), f"{shape.name}: decode {name}, rows {pick}")
+        for count in (1, 13, 77, 128):
+            name = grouped_variant(count, experts=shape.experts, slots=shape.slots)
+            out = torch.empty(count, shape.dim, device="cuda", dtype=torch.bfloat16)
+            place = slice(100, 100 + count)
+            parts = [t[place].contiguous() for t in (x, ids, weights, residual)]
+            torch.cuda.synchronize()
+            runner.grouped(layer, *parts, out, name)
+            gpu.stream.sync()
+            self.that(torch.equal(out, full[place]), f"{shape.name}: {count} rows by themselves")
+
+
+def time_decode(
+    gpu: Gpu, shape: Shape, layers: list[Layer], rows: int, ceiling: float, names: list[str]
+) -> dict[str, Any]:
+    """Microseconds of a layer over many layers and choices, and the share of the bytes read."""
+    runner, x = Runner(gpu, shape, rows), _normal(rows, shape.dim)
+    routes = [choices(shape, rows) for _ in range(32)]
+    scores = torch.randn(rows, shape.experts, device="cuda")
+    distinct = float(np.mean([len(ids.unique()) for ids, _ in routes]))
+    num_bytes = distinct * shape.expert_bytes
+    out, figures = torch.zeros_like(x), {"rows": rows, "experts": distinct}
+    torch.cuda.synchronize()
+
+    def chain(name: str, part: str) -> None:
+        for i, (ids, weights) in enumerate(routes):
+            layer = layers[i % len(layers)]
+            if part == "route":
+                runner.route(scores, None, ids, weights)
+            elif name in GROUPED_TILES:
+                only = "" if part == "both" else part
+                runner.grouped(layer, x, ids, weights, x, out, name, only)
+            elif part != "down":
+                runner.gate_up(layer, x, ids, name)
+            if name not in GROUPED_TILES and part in ("both", "down"):
+                runner.down(layer, ids, weights, x, out, name)
+
+    for name in names:
+        parts = {}
+        for part in ("both", "gate_up", "down"):
+            parts[part] = gpu.microseconds(lambda p=part, n=name: chain(n, p), 1) / len(routes)
+        share = num_bytes / parts["both"] / 1e6 / ceiling
+        figures[name] = parts | {"share": share}
+        print(
+            f"{shape.name} {rows:4} rows {distinct:6.1f} experts {name:12}"
+            f"{parts['both']:8.1f} us {share:6.1%}  gate+up {parts['gate_up']:.1f}"
+            f"  down {parts['down']:.1f}",
+            flush=True,
+        )
+    if rows == 1:
+        saved = [(ids.clone(), weights.clone()) for ids, weights in routes]
+        figures["route"] = gpu.microseconds(lambda: chain("", "route"), 1) / len(routes)
+        for (ids, weights), (a, b) in zip(routes, saved, strict=True):
+            ids.copy_(a), weights.copy_(b)
+        print(f"{shape.name} route {figures['route']:.2f} us")
+    return figures
+
+
+def time_prefill(gpu: Gpu, shape: Shape, layers: list[Layer], rows: int) -> dict[str, Any]:
+    """Microseconds and TFLOP/s of a layer."""
+    runner, x = Runner(gpu, shape, rows), _normal(rows, shape.dim)
+    ids, weights = choices(shape, rows)
+    out = torch.zeros_like(x)
+    flop = 2 * 3 * rows * shape.slots * shape.dim * shape.inner
+    figures: dict[str, Any] = {"rows": rows}
+    torch.cuda.synchronize()
+    for name in ("r64", "r128"):
+        parts = {}
+        for part in ("", "sort", "gate_up", "down", "combine"):
+
+            def work(part: str = part, name: str = name) -> None:
+                for layer in layers[:4]:
+                    runner.grouped(layer, x, ids, weights, x, out, name, part)
+
+            parts[part or "all"] = gpu.microseconds(work, 1, 5) / len(layers[:4])
+        figures[name] = parts | {"tflops": flop / parts["all"] / 1e6}
+        text = "  ".join(f"{part} {us:.0f}" for part, us in parts.items())
+        print(f"{shape.name} {rows} rows {name}: {figures[name]['tflops']:.0f} TFLOP/s; us {text}")
+    return figures
+
+
+def product_ceiling(gpu: Gpu, stream: Any) -> float:
+    """TFLOP/s of a square product by cuBLAS."""
+    a, b = _normal(8192, 8192), _normal(8192, 8192)
+    out = torch.empty_like(a)
+
+    def work() -> None:
+        with torch.cuda.stream(stream):
+            torch.matmul(a, b, out=out)
+
+    return 2 * 8192**3 / gpu.microseconds(work, 3) / 1e6
+
+
+def sweep_30b(gpu: Gpu, gemm: StepGemm, layers: list[Layer], ceiling: float) -> dict[str, Any]:
+    """All weights of Qwen3-30B-A3B that one token reads: 48 layers and the head, one graph."""
+    dim, heads = B.dim, 4096
+    shapes = ((heads + 1024, dim), (dim, heads), (B.experts, dim), (151936, dim))
+    dense = [[_normal(*shape) for shape in shapes[:3]] for _ in range(48)]
+    head, x, wide = _normal(*shapes[3]), _normal(1, dim), _normal(1, heads)
+    hidden, logits = _normal(1, dim), torch.empty(1, 151936, device="cuda")
+    qkv = _normal(1, heads + 1024)
+    scores = torch.empty(1, B.experts, device="cuda")
+    ids, weights = choices(B, 1)
+    runner = Runner(gpu, B, 1)
+
+    def step() -> None:
+        for i, (qkv_w, out_w, router) in enumerate(dense):
+            gemm(qkv_w, x, qkv)
+            gemm(out_w, wide, hidden)
+            gemm(router, x, scores)
+            runner.route(scores, None, ids, weights)
+            runner.decode(layers[i % len(layers)], x, ids, weights, hidden, hidden, "r2")
+        gemm(head, x, logits)
+
+    us = gpu.microseconds(step, 1, 9)
+    sizes = sum(n * k for n, k in shapes[:3]) * 48 + shapes[3][0] * dim
+    num_bytes = 2 * sizes + 48 * B.top_k * B.expert_bytes
+    share = num_bytes / us / 1e6 / ceiling
+    print(f"30B-A3B sweep, 1 row: {us / 1e3:.3f} ms, {num_bytes / 1e9:.2f} GB, {share:.1%}")
+    return {"ms": us / 1e3, "gb": num_bytes / 1e9, "share": share}
+
+
+TUNE = [(2, w, c, s) for w, c, s in (
+    (8, 256, 113), (8, 128, 113), (12, 128, 113), (12, 256, 113), (6, 512, 113), (16, 128, 113),
+    (8, 256, 227), (12, 256, 227), (16, 128, 227), (10, 256, 113),
+)] + [(8, w, c, 227) for w, c in ((8, 128), (12, 128), (12, 256), (16, 128), (6, 512))]  # fmt: skip
+
+
+def add_tiles(gpu: Gpu) -> dict[int, list[str]]:
+    """Kernels of other tiles, by rows."""
+    from atlas_kernels.moe_decode import make_moe_down, make_moe_gate_up
+
+    names: dict[int, list[str]] = {2: [], 8: []}
+    for rows, warps, chunk, kilobytes in TUNE:
+        tile = DecodeTile(rows, warps, chunk, kilobytes * 1024)
+        name = f"r{rows}w{warps}c{chunk}s{kilobytes}"
+        for make, op in ((make_moe_gate_up, "moe_gate_up"), (make_moe_down, "moe_down")):
+            like = registry.KERNELS[f"{op}_bf16_r2"]
+            declared = registry.register(
+                make(tile), f"{op}_bf16_{name}", args=" ".join(like.kinds), threads=tile.threads,
+                shared=tile.shared_bytes, min_blocks=tile.blocks_per_sm, arch="sm_90",
+            )  # fmt: skip
+            gpu.add(build.compile_kernel(declared, gpu.arch))
+        DECODE_TILES[name] = tile
+        names[rows].append(name)
+    return names
+
+
+def load_kernels(gpu: Gpu) -> None:
+    """The kernels used here onto the device, compiled if need be."""
+    names = [f"moe_{part}_bf16_{name}" for part in ("gate_up", "down") for name in DECODE_TILES]
+    names += [f"moe_grouped_{part}_bf16_{n}" for part in ("gate_up", "down") for n in GROUPED_TILES]
+    names += ["moe_route", "moe_sort", "moe_combine"]
+    names += [f"gemm_step_bf16_{name}" for name in TILES if name.endswith("_8")]
+    assert variant(151936, 1) in TILES
+    for compiled in build.load_all(names, gpu.arch, jobs=12).values():
+        gpu.add(compiled)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 128])
+    parser.add_argument("--prefill", type=int, nargs="*", default=[2048, 8192])
+    parser.add_argument("--tune", action="store_true", help="other tiles of the decode kernels too")
+    parser.add_argument("--json", help="file for the figures")
+    options = parser.parse_args()
+    torch.manual_seed(3)
+    torch.zeros(1, device="cuda")
+    gpu, checks = Gpu(), Checks()
+    load_kernels(gpu)
+    gemm = StepGemm(gpu)
+    for shape in (A, B):
+        checks.run(gpu, shape)
+    print("errors against float64:", {k: f"{v:.1e}" for k, v in checks.errors.items()})
+    print("bits:", f"{len(checks.failed)} checks failed" if checks.failed else "all equal")
+    ceiling, roof = read_ceiling(gpu, gemm.stream), product_ceiling(gpu, gemm.stream)
+    print(f"{gpu.device.name}: read ceiling {ceiling:.2f} TB/s, products {roof:.0f} TFLOP/s")
+    tuned = add_tiles(gpu) if options.tune else {2: [], 8: []}
+    figures: dict[str, Any] = {"read_tb_per_s": ceiling, "tflops": roof}
+    for shape, num_layers in ((A, 8), (B, 8)):
+        layers = [Layer(shape) for _ in range(num_layers)]
+        for rows in options.rows:
+            found = decode_variant(rows, dim=shape.dim, inner=shape.inner, slots=shape.slots)
+            by_group = grouped_variant(rows, experts=shape.experts, slots=shape.slots)
+            names = [found or by_group]
+            names += tuned[2] if rows == 1 else tuned[8] if rows == 8 else []
+            names += ["r16"] if rows == 8 else []
+            key = f"{shape.name} decode {rows}"
+            figures[key] = time_decode(gpu, shape, layers, rows, ceiling, names)
+        for rows in options.prefill:
+            figures[f"{shape.name} prefill {rows}"] = time_prefill(gpu, shape, layers, rows)
+        if shape is B:
+            figures["30B-A3B sweep"] = sweep_30b(gpu, gemm, layers, ceiling)
+        del layers
+        torch.cuda.empty_cache()
+    if options.json:
+        record = {"device": gpu.device.name, "errors": checks.errors, "failed": checks.failed}
+        Path(options.json).write_text(json.dumps(record | {"figures": figures}, indent=1))
+    return int(bool(checks.failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

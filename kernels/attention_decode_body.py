@@ -1,0 +1,371 @@
+"""What a thread block of decode attention does: its queries against the keys of its splits.
+
+Shared by ``attention_decode``, whose page tells how and in which order, and by ``attention_step``,
+which adds keys and values that are not in the pools yet (``FreshRows``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from atlas_kernels._cuda import device, f32, i32, i64
+from atlas_kernels.attention_decode_parts import (
+    add_part,
+    combine_splits,
+    empty_row,
+    row_words,
+    store_output,
+    store_rows,
+)
+from atlas_kernels.attention_plan import SPLIT
+from atlas_kernels.kv_store import BLOCK_LEN
+from atlas_kernels.ptx_async import (
+    copy16_or_zero,
+    copy_commit,
+    copy_wait,
+)
+from atlas_kernels.ptx_math import (
+    fast_reciprocal,
+    quotient,
+    vector_scale,
+)
+from atlas_kernels.ptx_memory import (
+    atomic_add_b32,
+    dynamic_shared,
+    fence_device,
+    load_b32,
+    load_f32x2,
+    load_f32x4,
+    load_shared_b32,
+    load_shared_f32x2,
+    load_shared_f32x4,
+    store_b32,
+    store_f32x2,
+    store_f32x4,
+    store_shared_b32,
+)
+from atlas_kernels.ptx_tile import (
+    MASKED,
+    tile_decay,
+    tile_fill,
+    tile_mask,
+    tile_maximum,
+    tile_rows_fma,
+    tile_scale,
+    tile_scores,
+    tile_softcap,
+    tile_store,
+    tile_sum_lanes,
+    tile_values,
+    tile_weights,
+)
+from atlas_kernels.ptx_warp import (
+    block_x,
+    block_y,
+    lane_id,
+    num_blocks_y,
+    shuffle_b32,
+    sync_threads,
+    sync_warp,
+    thread_x,
+)
+
+THREADS = 128
+WARPS = THREADS // 32
+LOG2_E = 1.4426950408889634
+ROW_BYTES = 16  # of a row in the table in shared memory: first and last key, two floats unused
+
+
+def key_pitch(dim: int) -> int:
+    """Bytes from a row of keys, values or queries to the next: no bank conflicts."""
+    return 2 * dim + 16
+
+
+def stages(dim: int) -> int:
+    """Blocks of keys and values in flight for each warp."""
+    return 2 if dim <= 128 else 1
+
+
+def queries_at(dim: int) -> int:
+    """Where the queries lie in shared memory, after the warps' buffers."""
+    return WARPS * stages(dim) * 2 * BLOCK_LEN * key_pitch(dim)
+
+
+def shared_bytes(dim: int, tiles: int) -> int:
+    """Dynamic shared memory: the warps' buffers, queries, limits, maxima and sums."""
+    return queries_at(dim) + 16 * tiles * (key_pitch(dim) + 8 + WARPS * 8)
+
+
+def resident_blocks(dim: int, tiles: int) -> int:
+    """Thread blocks that an SM shall hold."""
+    return 3 if tiles * dim <= 128 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class FreshRows:
+    """Device functions for keys and values that are not in the pools yet.
+
+    Attributes
+    ----------
+    first : (latest, first_row, positions) → the first position that is not in the pools
+    copy : (base, fresh, first_row, head, count)
+        Start copying them to shared memory, with the queries.
+    turn : (base, fresh, warp, position, begin, rows, group, count)
+        Normalise and rotate the queries and ``count`` keys, once they are there.
+    store : (base, fresh, first_row, position, head, kv_heads, begin, end, split, pools)
+        Write those of the thread block's own rows, in a split, into the pools.
+    patch : (base, at, block, position, count, which)
+        Put a block's own into the copy ``at`` of its keys (0) or values (1).
+    """
+
+    first: Any
+    copy: Any
+    turn: Any
+    store: Any
+    patch: Any
+
+
+NO_FRESH_ROWS = FreshRows(
+    device(lambda latest, first_row, positions: i32(latest + 1)),
+    device(lambda base, fresh, first_row, head, count: None),
+    device(lambda base, fresh, warp, position, begin, rows, group, count: None),
+    device(lambda base, fresh, first_row, position, head, kv_heads, begin, end, split, pools: None),
+    device(lambda base, at, block, position, count, which: None),
+)
+
+
+def attention_body(dim: int, tiles: int, rows_apart: FreshRows = NO_FRESH_ROWS) -> Any:
+    """A device function of the kernel's arguments, and of a tuple that ``rows_apart`` takes."""
+    chunks = dim // 8  # of 16 bytes in a row
+    pitch, depth, rows = key_pitch(dim), stages(dim), 16 * tiles
+    block_bytes = BLOCK_LEN * pitch
+    warp_bytes = depth * 2 * block_bytes
+    q_at = queries_at(dim)
+    limits_at = q_at + rows * pitch
+    sums_at = limits_at + rows * 8
+    result_pitch = 4 * dim + 16  # the warps' results take the place of the buffers
+    per_lane = BLOCK_LEN * chunks // 32
+    regular = 32 % chunks == 0  # then a lane copies the same columns of every row it meets
+    vectors = dim // 4
+
+    scores_of, values_of = tile_scores(dim, 16, tiles, pitch), tile_values(dim, 16, tiles, pitch)
+    cap, mask = tile_softcap(16, tiles), tile_mask(16, tiles)
+    maximum_of, weights_of = tile_maximum(16, tiles), tile_weights(16, tiles)
+    decay_of, scale_rows = tile_decay(tiles), tile_scale(dim, tiles)
+    rows_fma, sum_lanes = tile_rows_fma(tiles), tile_sum_lanes(tiles)
+    no_values, no_sums = tile_fill(rows * dim // 32, 0.0), tile_fill(2 * tiles, 0.0)
+    no_maxima, scale_maxima = tile_fill(2 * tiles, MASKED), vector_scale(2 * tiles)
+    store_values = tile_store(dim, tiles, result_pitch)
+    load_rows, put_rows = row_words(tiles), store_rows(tiles)
+    copied, queries_copied = copy_wait(2 * depth - 1), copy_wait(2 * depth)
+    combine = combine_splits(dim)
+    first_fresh, copy_fresh, turn = rows_apart.first, rows_apart.copy, rows_apart.turn
+    store_fresh, patch = rows_apart.store, rows_apart.patch
+
+    @device
+    def copy_block(target, source, seen):
+        """A warp's copy of one head of a block; rows that nobody sees become zeros."""
+        if regular:
+            first_row = quotient(lane_id(), chunks)
+            target, source = target + (lane_id() + first_row) * 16, source + lane_id() * 16
+            for i in range(per_lane):
+                row = 32 * i // chunks
+                num_bytes = i32(16) if first_row + row < seen else i32(0)
+                copy16_or_zero(target + (32 * i + row) * 16, source + 32 * i * 16, num_bytes)
+        else:
+            for i in range(per_lane):
+                chunk = lane_id() + 32 * i
+                row = quotient(chunk, chunks)
+                num_bytes = i32(16) if row < seen else i32(0)
+                copy16_or_zero(target + (chunk + row) * 16, source + chunk * 16, num_bytes)
+
+    @device
+    def merge_warps(base, row, column):
+        """Four columns of a row: the warps' results, ascending."""
+        state, at = empty_row(), base + sums_at + row * 8
+        source = base + row * result_pitch + column * 4
+        for warp in range(WARPS):
+            part = load_shared_f32x2(at + warp * rows * 8)
+            state = add_part(state, part, load_shared_f32x4(source + warp * rows * result_pitch))
+        return state
+
+    @device
+    def attend(
+        q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,
+        heads, kv_heads, max_rows, room, window, table_stride, q_stride, out_stride, scale, softcap,
+        fresh,
+    ):  # fmt: skip
+        group = quotient(heads, kv_heads)
+        row_groups = quotient(max_rows * group + (rows - 1), rows)
+        pair = quotient(block_x(), row_groups)
+        begin = i32((block_x() - pair * row_groups) * rows)
+        sequence = quotient(pair, kv_heads)
+        head = i32(pair - sequence * kv_heads)
+        table = tables + i64(sequence) * table_stride * 4
+        # The most likely entries, into L1, while the row's place is being found.
+        load_b32(table + i64(min(block_y() * (SPLIT // 16), table_stride - 1)) * 4)
+        first_row = load_b32(cu_rows + sequence * 4)
+        count = (load_b32(cu_rows + sequence * 4 + 4) - first_row) * group - begin
+        count = i32(min(count, rows))
+        if count <= 0:
+            return
+        earliest = load_b32(positions + i64(first_row + quotient(begin, group)) * 4)
+        latest = load_b32(positions + i64(first_row + quotient(begin + count - 1, group)) * 4)
+        start = max(0, earliest - window + 1) if window > 0 else 0
+        first_split = start // SPLIT
+        num_splits = latest // SPLIT - first_split + 1
+        workers = min(num_blocks_y(), num_splits)
+        if block_y() >= workers:
+            return
+
+        base, lane, warp = dynamic_shared(), lane_id(), shuffle_b32(thread_x() >> 5, 0)
+        for chunk in range(thread_x(), rows * chunks, THREADS):
+            row = quotient(chunk, chunks)
+            index = begin + min(row, count - 1)
+            token = quotient(index, group)
+            source = q + i64(first_row + token) * q_stride
+            source += i64(head * group + index - token * group) * (2 * dim)
+            source += (chunk - row * chunks) * 16
+            num_bytes = i32(16) if row < count else i32(0)
+            copy16_or_zero(base + q_at + (chunk + row) * 16, source, num_bytes)
+        known = first_fresh(latest, first_row, positions)  # keys that the pools hold
+        num_fresh = i32(latest + 1 - known)
+        copy_fresh(base, fresh, first_row, head, num_fresh)
+        copy_commit()
+        if thread_x() < rows:
+            index = begin + min(thread_x(), count - 1)
+            position = load_b32(positions + i64(first_row + quotient(index, group)) * 4)
+            at = base + limits_at + thread_x() * 8
+            store_shared_b32(at, max(0, position - window + 1) if window > 0 else 0)
+            store_shared_b32(at + 4, position)
+
+        factor = f32(LOG2_E) if softcap > f32(0) else scale * f32(LOG2_E)
+        inner = scale * fast_reciprocal(softcap) if softcap > f32(0) else f32(0)
+        buffers = base + warp * warp_bytes
+        q_row = base + q_at + (lane & 15) * pitch + (lane >> 4) * 16
+        k_row = (lane & 7) * pitch + (lane >> 4) * (8 * pitch) + (lane & 8) * 2
+        v_row = (lane & 15) * pitch + (lane >> 4) * 16
+        head_bytes = BLOCK_LEN * dim * 2
+        place = i64(sequence) * room * kv_heads + head
+        place = place * (max_rows * group) + begin
+        step = i64(kv_heads) * max_rows * group  # from a split's partial results to the next one's
+        split = first_split + block_y()
+        while split < first_split + num_splits:
+            low = max(split * (SPLIT // 16), start >> 4)
+            high = min((split + 1) * (SPLIT // 16) - 1, latest >> 4)
+            entry = load_b32(
+                table + i64(min(split * (SPLIT // 16) + (lane & (SPLIT // 16 - 1)), high)) * 4
+            )
+            block = low + ((warp - low) & (WARPS - 1))
+            for stage in range(depth):
+                ahead = block + stage * WARPS
+                if ahead <= high:
+                    number = shuffle_b32(entry, ahead & (SPLIT // 16 - 1))
+                    source = (i64(number) * kv_heads + head) * head_bytes
+                    target = buffers + stage * (2 * block_bytes)
+                    copy_block(target, k_pool + source, known - ahead * 16)
+                    copy_commit()
+                    copy_block(target + block_bytes, v_pool + source, known - ahead * 16)
+                    copy_commit()
+                else:
+                    copy_commit()
+                    copy_commit()
+            queries_copied()
+            sync_threads()
+            if split == first_split + block_y():
+                turn(base, fresh, warp, known, begin, count, group, num_fresh)
+            store_fresh(
+                base, fresh, first_row, known, head, kv_heads, quotient(begin, group),
+                quotient(begin + count - 1, group) + 1, split, (k_pool, v_pool),
+            )  # fmt: skip
+            first = load_rows(base + limits_at + (lane >> 2) * 8)
+            last = load_rows(base + limits_at + (lane >> 2) * 8 + 4)
+            values, maxima, totals = no_values(), no_maxima(), no_sums()
+            stage = 0
+            while block <= high:
+                at = buffers + stage * (2 * block_bytes)
+                ahead = block + depth * WARPS
+                number = shuffle_b32(entry, ahead & (SPLIT // 16 - 1))
+                source = (i64(number) * kv_heads + head) * head_bytes
+                seen = known - ahead * 16
+                copied()
+                sync_warp()
+                patch(base, at, block, known, num_fresh, 0)
+                scores = scores_of(q_row, at + k_row)
+                sync_warp()
+                if ahead <= high:
+                    copy_block(at, k_pool + source, seen)
+                copy_commit()
+                if softcap > f32(0):
+                    scores = cap(scores, inner, softcap)
+                scores = mask(scores, first, last, block * 16 + 2 * (lane & 3))
+                greatest = maximum_of(scores, maxima)
+                decay = decay_of(maxima, greatest, factor)
+                maxima = greatest
+                weights, parts = weights_of(scores, maxima, factor)
+                totals = rows_fma(totals, decay, parts)
+                values = scale_rows(values, decay)
+                copied()
+                sync_warp()
+                patch(base, at + block_bytes, block, known, num_fresh, 1)
+                values = values_of(values, weights, at + block_bytes + v_row)
+                sync_warp()
+                if ahead <= high:
+                    copy_block(at + block_bytes, v_pool + source, seen)
+                copy_commit()
+                block += WARPS
+                stage = 0 if stage == depth - 1 else stage + 1
+            totals = sum_lanes(totals)
+            sync_threads()  # the buffers are free
+            at = base + (warp * rows + (lane >> 2)) * result_pitch + (lane & 3) * 8
+            store_values(values, at)
+            if lane & 3 == 0:
+                at = base + sums_at + (warp * rows + (lane >> 2)) * 8
+                put_rows(at, scale_maxima(maxima, factor))
+                put_rows(at + 4, totals)
+            sync_threads()
+            done = split - first_split
+            for item in range(thread_x(), count * vectors, THREADS):
+                row = quotient(item, vectors)
+                column = (item - row * vectors) * 4
+                maximum, total, columns = merge_warps(base, row, column)
+                if workers == 1:
+                    state = empty_row()
+                    if done > 0:
+                        at = place + row + ((done - 1) & 1) * step
+                        before = load_f32x4(partials + (at * dim + column) * 4)
+                        pair = load_f32x2(sums + at * 8)
+                        state = pair[0], pair[1], before
+                    maximum, total, columns = add_part(state, (maximum, total), columns)
+                at = place + row + (done & 1 if workers == 1 else done) * step
+                if workers == 1 and done == num_splits - 1:
+                    token = quotient(begin + row, group)
+                    target = out + i64(first_row + token) * out_stride + column * 2
+                    target += i64(head * group + begin + row - token * group) * (2 * dim)
+                    store_output(target, columns, total)
+                else:
+                    store_f32x4(partials + (at * dim + column) * 4, columns)
+                    if column == 0:
+                        store_f32x2(sums + at * 8, (maximum, total))
+            sync_threads()
+            split += workers
+
+        if workers > 1:
+            fence_device()
+            sync_threads()
+            if thread_x() == 0:
+                finished = atomic_add_b32(counters + i64(block_x()) * 4, 1)
+                store_shared_b32(base, finished)
+            sync_threads()
+            if load_shared_b32(base) == workers - 1:
+                fence_device()
+                if thread_x() == 0:
+                    store_b32(counters + i64(block_x()) * 4, 0)
+                for row in range(warp, count, WARPS):
+                    token = quotient(begin + row, group)
+                    target = out + i64(first_row + token) * out_stride
+                    target += i64(head * group + begin + row - token * group) * (2 * dim)
+                    combine(partials, sums, place + row, step, num_splits, target)
+
+    return attend

@@ -1,0 +1,34 @@
+"""Which attention kernel a layer gets, and over which grid; needs no compiler and no GPU."""
+
+from __future__ import annotations
+
+SPLIT = 512
+"""Keys of a split of decode attention: a part of the order, so of the bits. 256 cost 3 to 6 % of
+the speed at long contexts, in partial results, and won nothing at short ones."""
+STEP_DIMS = (64, 80, 96, 128, 256)
+"""Dimensions of a head that the kernels take."""
+WORKERS_PER_SM = 2
+"""Thread blocks that share out a step's splits, for each SM."""
+PREFILL_SHAPES = {64: (64, 2), 80: (64, 2), 96: (32, 2), 128: (32, 2), 256: (16, 1)}
+"""Keys of a step and tiles of 16 rows of a warp, by dimension, of ``attention_prefill``."""
+
+
+def step_tiles(dim: int) -> int:
+    """The most tiles of 16 rows that decode attention has registers for."""
+    return 1 if dim == 256 else 2
+
+
+def fresh_rows(dim: int, tile_rows: int) -> int:
+    """Rows of a sequence that ``attention_step`` takes; with 128 dimensions and 16 rows, more would
+    cost an SM its third thread block."""
+    return 4 if (dim, tile_rows) == (128, 16) else 8
+
+
+def prefill_variant(dim: int) -> str:
+    """The variant of ``attention_prefill``."""
+    return f"d{dim}_k{PREFILL_SHAPES[dim][0]}"
+
+
+def prefill_rows(dim: int) -> int:
+    """Rows that a thread block of ``attention_prefill`` takes."""
+    return 64 * PREFILL_SHAPES[dim][1]

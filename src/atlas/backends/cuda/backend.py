@@ -1,0 +1,94 @@
+"""A GPU as loading a model sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from atlas.backends.backend import Shapes
+from atlas.backends.cuda.device import CudaDevice
+from atlas.backends.cuda.loading import Loader
+from atlas.backends.cuda.memory import aligned
+from atlas.backends.cuda.pack import MatrixLayout, layout
+from atlas.backends.cuda.pools import pool_bytes
+from atlas.backends.cuda.runtime import SCRATCH_BYTES, ZEROED_BYTES, CudaRuntime, buffer_bytes
+
+if TYPE_CHECKING:
+    from atlas.config import ModelConfig
+
+RESERVE_BYTES = 512 << 20
+"""Left free beside the plan: kernels' code, graphs, tensor maps, what libraries take."""
+_ALIGNMENT_SLACK = 64 << 10  # of arrays that begin at multiples of 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A matrix of a file, as layouts see it."""
+
+    format: str
+    rows: int
+    cols: int
+
+
+class CudaBackend:
+    """Weights as the file has them or in bfloat16, activations and KV in bfloat16, arenas.
+
+    Parameters
+    ----------
+    stream : object, optional
+        Of another library, to run on.
+    """
+
+    name = "cuda"
+    step_rows = 2048  # enough to keep the tensor cores busy
+    piece_rows = 2048
+    kv_dtypes: tuple[str, ...] = ("bfloat16",)
+    dtypes: tuple[str, ...] = ("auto",)
+
+    def __init__(self, stream: object = None) -> None:
+        self._stream = stream
+        self._device: CudaDevice | None = None
+
+    def matrix_format(self, format: str, cols: int, groups: int) -> str:
+        return layout([_Stored(format, groups, cols)], groups).format
+
+    def matrix_bytes(self, format: str, rows: int, cols: int) -> int:
+        return aligned(MatrixLayout(format, format, rows, cols).nbytes)
+
+    def vector_bytes(self, length: int) -> int:
+        return aligned(4 * length)
+
+    def table_bytes(self, length: int) -> int:
+        return aligned(4 * length)
+
+    def auto_kv_dtype(self, *, widened: bool, quantized: bool) -> str:
+        return "bfloat16"
+
+    def kv_block_bytes(self, config: ModelConfig, kv_dtype: str) -> int:
+        return pool_bytes(config, 1)
+
+    def buffer_bytes(self, shapes: Shapes) -> int:
+        workspace = aligned(SCRATCH_BYTES) + aligned(ZEROED_BYTES)
+        return buffer_bytes(shapes) + workspace + Loader.device_bytes() + _ALIGNMENT_SLACK
+
+    def free_memory(self) -> int:
+        free, _ = self._opened().memory_info()
+        return max(0, free - RESERVE_BYTES)
+
+    def open(self, plan: Any, on_compile: Callable[[str], None] | None) -> CudaRuntime:
+        device = self._opened()
+        self._device = None  # the runtime closes it
+        device.kernels.on_compile = on_compile
+        return CudaRuntime(device, plan.memory.weights)
+
+    def close(self) -> None:
+        """Give the device back where no runtime has taken it over; idempotent."""
+        device, self._device = self._device, None
+        if device is not None:
+            device.close()
+
+    def _opened(self) -> CudaDevice:
+        if self._device is None:
+            self._device = CudaDevice(stream=self._stream)
+        return self._device

@@ -1,0 +1,63 @@
+"""Shapes that launch lists are recorded for: few, and with room for what is asked.
+
+Padding rows change nothing: a row's result depends on its own sequence only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from atlas.layers.step import StepShape
+from atlas.model.records import padded_batch
+
+_SMALL = (8, 16, 32, 64, 128)  # rows of the step GEMM's tiles
+_MIDDLE, _MIDDLE_STEP = 1024, 64
+_LARGE_STEP = 128
+
+
+def bucket(shape: StepShape, max_rows: int, max_seqs: int, max_logits: int) -> StepShape:
+    """The shape under which a step runs.
+
+    Steps that only decode get a batch rung and the most rows that a sequence has; their logits rows
+    are padded too. Where prompts run, the step rows in front stay as they are, and rows and
+    sequences are padded behind the prompts'.
+
+    Parameters
+    ----------
+    shape : StepShape
+    max_rows, max_seqs, max_logits : int
+        Room in the buffers; a shape that does not fit padded runs as it is.
+    """
+    if shape.rows == shape.step_rows:
+        padded = _decode_bucket(shape)
+    else:
+        prompts = shape.seqs - shape.step_seqs
+        padded = replace(
+            shape,
+            rows=padded_rows(shape.rows),
+            seqs=shape.step_seqs + _next_power(prompts),
+        )
+    fits = padded.rows <= max_rows and padded.seqs <= max_seqs
+    return padded if fits and padded.first_logits + padded.logits <= max_logits else shape
+
+
+def _decode_bucket(shape: StepShape) -> StepShape:
+    seqs = shape.seqs if shape.seqs == 1 else padded_batch(shape.seqs)
+    rows = seqs * shape.max_step_rows
+    logits = shape.logits
+    if shape.first_logits == 0 and logits:
+        logits = rows if logits > seqs else max(logits, min(rows, seqs))
+    return replace(shape, rows=rows, seqs=seqs, logits=logits, step_rows=rows, step_seqs=seqs)
+
+
+def padded_rows(rows: int) -> int:
+    """Rows that a step with prompts runs."""
+    for size in _SMALL:
+        if rows <= size:
+            return size
+    step = _MIDDLE_STEP if rows <= _MIDDLE else _LARGE_STEP
+    return -(-rows // step) * step
+
+
+def _next_power(number: int) -> int:
+    return 1 << (number - 1).bit_length()

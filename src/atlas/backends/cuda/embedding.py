@@ -1,0 +1,44 @@
+"""Token embedding and row selection: launches."""
+
+from __future__ import annotations
+
+from atlas.backends.cuda.array import DeviceArray
+from atlas.backends.cuda.check import activation_type, match, row_suffix
+from atlas.backends.cuda.launch import Queue
+from atlas.backends.cuda.pack import DeviceMatrix
+from atlas.errors import ShapeError
+from atlas.ops.check import match_dims
+
+_THREADS, _WIDTH = 128, 8
+_BLOCK_WIDTH = 32  # weights that a thread of a quantised table takes
+
+
+def embedding(
+    queue: Queue, ids: DeviceArray, table: DeviceMatrix, scale: float, *, out: DeviceArray
+) -> None:
+    match("int32", "T", ids)
+    rows, dim = len(ids), table.cols
+    match_dims(f"{rows} {dim}", out)
+    type = activation_type(out)
+    if table.is_quantized:
+        name, width = f"embedding_{table.format}_{type}", _BLOCK_WIDTH
+    else:
+        suffix = row_suffix(dim, _WIDTH, out, table.values)
+        name, width = f"embedding_bf16_{type}{suffix}", 1 if suffix else _WIDTH
+    args = (ids, table.data, out, dim, table.layout.row_bytes, out.strides[0], scale)
+    queue.launch(name, (rows, -(-dim // (_THREADS * width))), args)
+
+
+def gather_rows(queue: Queue, x: DeviceArray, rows: DeviceArray, *, out: DeviceArray) -> None:
+    match("int32", "L", rows)
+    sizes = match_dims("T D", x, f"{len(rows)} D", out)
+    if x.dtype != out.dtype:
+        raise ShapeError(f"x is {x.dtype}, out is {out.dtype}; allowed: one type")
+    row_bytes = sizes["D"] * x.itemsize
+    numbers = (x.address, out.address, x.strides[0], out.strides[0], row_bytes)
+    piece = next((size for size in (16, 4, 2) if not any(n % size for n in numbers)), 0)
+    if piece == 0:
+        raise ShapeError(f"rows of {x} and {out} must lie at multiples of 2 bytes")
+    args = (x, rows, out, row_bytes, x.strides[0], out.strides[0])
+    grid = (len(rows), -(-row_bytes // (piece * _THREADS)))
+    queue.launch(f"gather_rows_b{8 * piece}", grid, args)

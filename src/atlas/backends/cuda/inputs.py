@@ -1,0 +1,102 @@
+"""A step's integers: written by the host into pinned memory, copied to the device as one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.backends.cuda.array import DeviceArray
+from atlas.backends.cuda.memory import PinnedMemory
+from atlas.layers.step import INPUTS, StepShape
+
+if TYPE_CHECKING:
+    from atlas.backends.cuda.device import CudaDevice
+
+Ints = NDArray[np.int32]
+_ALIGNMENT = 64
+PADDING_TOKEN = -1
+"""The embedding of a padding row is zeros."""
+PADDING_SLOT = -1
+"""Nothing is stored for a padding row."""
+
+
+def fed(source_rows: Ints) -> Ints:
+    """Token ids that stand for "what the step before chose for this logits row"."""
+    return np.asarray(-2 - source_rows, np.int32)
+
+
+class InputLayout:
+    """Where each array of integers lies: block tables last, since a step copies its own rows only.
+
+    Parameters
+    ----------
+    shapes : mapping of str to tuple of int
+        Of ``StepBuffers``; those that are not inputs are left out.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        names = [name for name in INPUTS if name in shapes and name != "block_tables"]
+        self.shapes = {name: shapes[name] for name in (*names, "block_tables")}
+        self.offsets: dict[str, int] = {}
+        self.nbytes = 0
+        for name, shape in self.shapes.items():
+            self.offsets[name] = self.nbytes
+            self.nbytes += -(-4 * prod(shape) // _ALIGNMENT) * _ALIGNMENT
+
+    def used_bytes(self, seqs: int) -> int:
+        """Bytes up to the end of the block tables of ``seqs`` sequences."""
+        return self.offsets["block_tables"] + 4 * seqs * self.shapes["block_tables"][1]
+
+    def device_views(self, mirror: DeviceArray) -> dict[str, DeviceArray]:
+        """The arrays in the device's copy."""
+        return {
+            name: DeviceArray(mirror.address + self.offsets[name], shape, "int32", owner=mirror)
+            for name, shape in self.shapes.items()
+        }
+
+
+class InputRegion:
+    """One copy of the integers in pinned memory, as NumPy arrays under the names of the buffers.
+
+    ``event`` stands for the copy to the device, after which the host may write again.
+    """
+
+    def __init__(self, device: CudaDevice, layout: InputLayout) -> None:
+        self._layout = layout
+        self.pinned = PinnedMemory(device, layout.nbytes)
+        self.pinned.array[:] = 0
+        self.event = device.create_event()
+        self.num_fed = 0  # rows whose token the device knows and the host does not
+        self.arrays: Any = SimpleNamespace(
+            **{
+                name: self.pinned.array[at : at + 4 * prod(shape)].view(np.int32).reshape(shape)
+                for (name, shape), at in zip(
+                    layout.shapes.items(), layout.offsets.values(), strict=True
+                )
+            }
+        )
+
+    def pad(self, shape: StepShape, padded: StepShape) -> None:
+        """Fill what the padded shape has more: rows of nobody, empty sequences, logits of row 0."""
+        arrays = self.arrays
+        rows = slice(shape.rows, padded.rows)
+        arrays.token_ids[rows] = PADDING_TOKEN
+        arrays.positions[rows] = 0
+        arrays.slots[rows] = PADDING_SLOT
+        arrays.cu_rows[shape.seqs + 1 : padded.seqs + 1] = shape.rows
+        prompts = shape.seqs - shape.step_seqs
+        last = shape.rows - shape.step_rows
+        arrays.prompt_cu_rows[prompts + 1 : padded.seqs - padded.step_seqs + 1] = last
+        arrays.logits_rows[shape.logits : padded.logits] = 0
+
+    def close(self, device: CudaDevice) -> None:
+        """Free it; idempotent."""
+        if self.pinned.address:
+            device.destroy_event(self.event)
+            self.arrays = None
+            self.pinned.close()

@@ -1,0 +1,187 @@
+"""Matrix products: the step GEMM up to 128 rows, above it cuBLASLt where that gives the same bits.
+
+A matrix has one order of summation (``atlas_kernels.gemm_step_plan``), so a row's result does not
+depend on the rows beside it. cuBLASLt serves a matrix only with an algorithm that was seen to give
+these bits (``cublaslt``); otherwise rows go through the step GEMM 128 at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from atlas_kernels.gemm_step_plan import (
+    MMA_TILES,
+    QUANT_RUNGS,
+    QUANT_TILES,
+    RUNGS,
+    TILES,
+    form,
+    rung,
+)
+
+from atlas.backends.cuda import activation as gates
+from atlas.backends.cuda.array import DeviceArray
+from atlas.backends.cuda.check import Args, is_aligned, match, require
+from atlas.backends.cuda.launch import Queue
+from atlas.backends.cuda.pack import DeviceMatrix
+from atlas.errors import ShapeError
+from atlas.ops.check import match_dims
+
+STEP_ROWS = RUNGS[-1]
+"""Rows that the step GEMM takes at once."""
+_QUAD = 4  # columns that the step GEMM writes at once
+_GATES = {"silu": 0, "gelu_tanh": 1}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Epilogue:
+    """What follows the sums, in this order: bias, residual, or bias and gate; then one rounding.
+
+    ``gate`` is a key of ``_GATES``: the matrix holds [gate; up], ``out`` has half its columns.
+    """
+
+    bias: DeviceArray | None = None
+    residual: DeviceArray | None = None
+    gate: str | None = None
+
+
+def linear(
+    queue: Queue,
+    x: DeviceArray,
+    weight: DeviceMatrix,
+    bias: DeviceArray | None = None,
+    *,
+    out: DeviceArray,
+) -> None:
+    _check(x, weight, bias, out, weight.rows)
+    _product(queue, x, weight, Epilogue(bias), out)
+
+
+def linear_add(
+    queue: Queue,
+    x: DeviceArray,
+    weight: DeviceMatrix,
+    bias: DeviceArray | None = None,
+    *,
+    out: DeviceArray,
+) -> None:
+    _check(x, weight, bias, out, weight.rows)
+    match("bfloat16", "T N", out)
+    _product(queue, x, weight, Epilogue(bias, residual=out), out)
+
+
+def linear_gated(
+    queue: Queue,
+    x: DeviceArray,
+    weight: DeviceMatrix,
+    bias: DeviceArray | None,
+    activation: str,
+    *,
+    gate_up: DeviceArray,
+    out: DeviceArray,
+) -> None:
+    columns = weight.rows // 2
+    if activation not in _GATES:
+        raise ShapeError(f"activation {activation!r}; allowed: {', '.join(_GATES)}")
+    _check(x, weight, bias, out, columns)
+    match("bfloat16", "T F", out, "T F2", gate_up)
+    if columns % _QUAD == 0 and out.shape[0] <= STEP_ROWS:
+        step_product(queue, x, weight, Epilogue(bias, gate=activation), out)
+        return
+    # The order of the fused form, whatever the number of rows.
+    _product(queue, x, weight, Epilogue(bias), gate_up, gated=columns % _QUAD == 0)
+    gate = gates.silu_and_mul if activation == "silu" else gates.gelu_tanh_and_mul
+    gate(queue, gate_up, out=out)
+
+
+def _check(
+    x: DeviceArray, weight: DeviceMatrix, bias: DeviceArray | None, out: DeviceArray, columns: int
+) -> None:
+    match_dims(f"T {weight.cols}", x, f"T {columns}", out)
+    match("bfloat16", "T K", x)
+    if bias is not None:
+        match("float32", f"{weight.rows}", bias)
+        require(bias.address % 16 == 0, "a bias' address", bias.address, "multiples of 16")
+    if out.dtype not in ("bfloat16", "float32"):
+        raise ShapeError(f"out is {out.dtype}; allowed: bfloat16 or float32")
+    if not is_aligned(16, x) or not is_aligned(8 if out.dtype == "bfloat16" else 16, out):
+        raise ShapeError(f"rows of x {x} and out {out} must lie at multiples of 16 bytes")
+    if columns % _QUAD and len(out) > 1 and out.strides[0] < _padded(columns) * out.itemsize:
+        raise ShapeError(f"out {out} lacks room for rows of {_padded(columns)} columns")
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // _QUAD) * _QUAD
+
+
+def _product(
+    queue: Queue,
+    x: DeviceArray,
+    weight: DeviceMatrix,
+    epilogue: Epilogue,
+    out: DeviceArray,
+    *,
+    gated: bool = False,
+) -> None:
+    """Any number of rows. ``gated``: in the order of the gated form, without its epilogue."""
+    rows = len(x)
+    if rows > STEP_ROWS:
+        products = queue.device.products
+
+        def step(
+            queue: Queue, x: DeviceArray, out: DeviceArray, residual: DeviceArray | None
+        ) -> None:
+            own = Epilogue(epilogue.bias, residual)
+            step_product(queue, x, weight, own, out, ungated=gated)
+
+        if products is not None and products.run(
+            queue, x, weight, epilogue.bias, epilogue.residual, out, gated=gated, step=step
+        ):
+            return
+    for first in range(0, rows, STEP_ROWS):
+        part = slice(first, first + STEP_ROWS)
+        residual = None if epilogue.residual is None else epilogue.residual[part]
+        own = Epilogue(epilogue.bias, residual)
+        step_product(queue, x[part], weight, own, out[part], ungated=gated)
+
+
+def step_product(
+    queue: Queue,
+    x: DeviceArray,
+    weight: DeviceMatrix,
+    epilogue: Epilogue,
+    out: DeviceArray,
+    *,
+    ungated: bool = False,
+) -> None:
+    """Up to ``STEP_ROWS`` rows by the step GEMM.
+
+    ``ungated`` takes the tiles of wide matrices, which sum as gated ones do, for a gated matrix.
+    """
+    (m, k), n, gated = x.shape, weight.rows, epilogue.gate is not None
+    family = "wide" if ungated else form(n, gated=gated)
+    residual, is_f32 = epilogue.residual, out.dtype == "float32"
+    shared: Args = (
+        0 if epilogue.bias is None else epilogue.bias,
+        0 if residual is None else residual,
+        out, n, k, m,
+    )  # fmt: skip
+    strides = (0 if residual is None else residual.strides[0], out.strides[0])
+    option = _GATES[epilogue.gate] if epilogue.gate is not None else int(is_f32)
+    if weight.format == "bf16" and queue.device.arch == "sm_90a":
+        tile = TILES[f"{family}_{rung(m)}"]
+        maps = (
+            queue.tensor_map(weight.values, (tile.box_rows, 64)),
+            queue.tensor_map(x, (tile.rows, 64)),
+        )
+        args: Args = (*maps, *shared, *strides, option)
+        queue.launch(f"gemm_step_bf16_{family}_{rung(m)}", (tile.grid(n), 1), args, (weight, x))
+        return
+    family = family.replace("medium", "narrow")
+    args = (weight.data, x, *shared, weight.layout.row_bytes, x.strides[0], *strides, option)
+    if weight.format == "bf16":
+        name = f"{family}_{rung(m)}"
+        queue.launch(f"gemm_step_mma_bf16_{name}", (MMA_TILES[name].grid(n), 1), args, weight)
+    else:
+        name = f"{weight.format}_{family}_{next(size for size in QUANT_RUNGS if m <= size)}"
+        queue.launch(f"gemm_step_{name}", (QUANT_TILES[name].grid(n), 1), args, weight)

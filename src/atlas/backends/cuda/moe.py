@@ -1,0 +1,100 @@
+"""Mixture of experts: launches.
+
+Up to eight rows each chosen expert's weights are read once, straight for the rows that chose it;
+more rows are sorted by expert first. Both sum in one order.
+"""
+
+from __future__ import annotations
+
+from atlas_kernels.moe_plan import COLUMNS, GROUPED_TILES, decode_variant, grouped_variant
+
+from atlas.backends.cuda.array import DeviceArray
+from atlas.backends.cuda.check import Args, is_aligned, match, require
+from atlas.backends.cuda.launch import Queue
+from atlas.backends.cuda.pack import DeviceMatrix
+from atlas.errors import ShapeError
+
+_CLUSTERED = (9, 0)  # the decode kernels' copies need it
+_MOST_EXPERTS, _MOST_CHOICES = 1024, 31
+_COMBINE_COLUMNS = 1024
+_EPSILON = 0.0
+_TILE_ENTRY_BYTES = 16
+
+
+def moe_route(
+    queue: Queue,
+    scores: DeviceArray,
+    normalize: bool,
+    *,
+    ids: DeviceArray,
+    weights: DeviceArray,
+) -> None:
+    sizes = match("float32", "T E", scores, "T X", weights)
+    match("int32", f"{sizes['T']} {sizes['X']}", ids)
+    _require_contiguous(ids=ids, weights=weights)
+    require(sizes["E"] <= _MOST_EXPERTS, "experts", sizes["E"], f"up to {_MOST_EXPERTS}")
+    require(sizes["X"] <= _MOST_CHOICES, "experts a row", sizes["X"], f"up to {_MOST_CHOICES}")
+    args: Args = (scores, 0, 0, 0, ids, weights, sizes["E"], sizes["X"], sizes["X"])
+    args += (0, int(normalize), _EPSILON, 1.0, scores.strides[0], 0)
+    queue.launch("moe_route", (sizes["T"], 1), args)
+
+
+def moe_experts(
+    queue: Queue,
+    x: DeviceArray,
+    gate_up: DeviceMatrix,
+    down: DeviceMatrix,
+    ids: DeviceArray,
+    weights: DeviceArray,
+    activation: str,
+    *,
+    expert_gate_up: DeviceArray,
+    expert_activated: DeviceArray,
+    expert_out: DeviceArray,
+    out: DeviceArray,
+) -> None:
+    sizes = match(
+        "bfloat16", "T D", x, "T X F", expert_activated, "T X D", expert_out, "T D", out,
+    )  # fmt: skip
+    rows, slots = match("int32", "T X", ids).values()
+    match("float32", f"{sizes['T']} {sizes['X']}", weights)
+    dim, inner, experts = sizes["D"], sizes["F"], gate_up.groups
+    _require_contiguous(ids=ids, weights=weights, activated=expert_activated, out=expert_out)
+    require(activation == "silu", "the experts' activation", activation, "silu")
+    require(dim % 128 == 0, "hidden size", dim, "multiples of 128")
+    require(inner % 64 == 0, "an expert's inner size", inner, "multiples of 64")
+    shapes = (gate_up.rows, gate_up.cols, down.rows, down.cols)
+    if shapes != (experts * 2 * inner, dim, experts * dim, inner) or down.groups != experts:
+        raise ShapeError(f"experts {gate_up.layout} and {down.layout} for {dim} and {inner}")
+    if not is_aligned(16, x, out):
+        raise ShapeError(f"rows of x {x} and out {out} must lie at multiples of 16 bytes")
+    act, weight, second = expert_activated, gate_up.data, down.data
+    variant = None
+    if queue.device.capability >= _CLUSTERED:
+        variant = decode_variant(rows, dim=dim, inner=inner, slots=slots)
+    if variant is not None:
+        args: Args = (weight, 0, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
+        queue.launch(f"moe_gate_up_bf16_{variant}", (queue.device.num_sms, 1), args)
+        args = (second, 0, ids, weights, act, out, out, rows, slots, experts, dim, inner)
+        grid = (min(queue.device.num_sms, dim // COLUMNS), 1)
+        queue.launch(f"moe_down_bf16_{variant}", grid, (*args, *out.strides[:1] * 2))
+        return
+    variant = grouped_variant(rows, experts=experts, slots=slots)
+    tile, pairs = GROUPED_TILES[variant], rows * slots
+    num_tiles = tile.tiles(pairs, experts)
+    tiles = queue.scratch(num_tiles * _TILE_ENTRY_BYTES + 4 * pairs)
+    order = tiles + num_tiles * _TILE_ENTRY_BYTES
+    args = (ids, order, tiles, pairs, experts, tile.rows, num_tiles)
+    queue.launch("moe_sort", (experts, 1), args)
+    args = (weight, 0, x, order, tiles, act, experts, slots, dim, inner, x.strides[0])
+    queue.launch(f"moe_grouped_gate_up_bf16_{variant}", (inner // 64, num_tiles), args)
+    args = (second, 0, act, order, tiles, expert_out, experts, dim, inner)
+    queue.launch(f"moe_grouped_down_bf16_{variant}", (dim // 128, num_tiles), args)
+    args = (expert_out, ids, weights, out, out, slots, dim, out.strides[0], out.strides[0])
+    queue.launch("moe_combine", (rows, -(-dim // _COMBINE_COLUMNS)), args)
+
+
+def _require_contiguous(**arrays: DeviceArray) -> None:
+    for name, array in arrays.items():
+        if not array.is_contiguous:
+            raise ShapeError(f"{name} must be contiguous")

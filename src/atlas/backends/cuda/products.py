@@ -1,0 +1,342 @@
+"""Products of more rows than the step GEMM takes: cuBLASLt with algorithms pinned for their bits.
+
+A matrix has one order of summation, that of the step GEMM. cuBLASLt promises none, so before an
+algorithm serves a kind of product it must give the step GEMM's bits on random rows of the matrix
+itself, at several numbers of rows (``Trial``). Then it stays. Where K is cut into two ranges, an
+algorithm that cuts it likewise is tried, and a product for each range, the second added to the
+first in float32. Kinds that no algorithm passes for go through the step GEMM, 128 rows at a time;
+``disclosed`` says which.
+
+A quantised matrix is first turned into bf16, which is what the step GEMM does with its weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from atlas_kernels.gemm_step_plan import RUNGS, k_splits, range_len
+from numpy.typing import NDArray
+
+from atlas.backends.cuda.array import DeviceArray
+from atlas.backends.cuda.check import Args
+from atlas.backends.cuda.cublaslt import WORKSPACE_BYTES, Algorithm, CublasLt, Product
+from atlas.backends.cuda.device import CudaDevice
+from atlas.backends.cuda.launch import Queue
+from atlas.backends.cuda.pack import DeviceMatrix
+from atlas.errors import CapabilityError, OutOfMemoryError
+
+_SUMS_BYTES = 48 << 20  # float32 sums on their way: half of an H200's second-level cache
+_WEIGHTS_BYTES = 40 << 20  # of a quantised matrix in bf16, at a time
+_SIZES = (192, 512, 1024, 2048, 4096, 8192)
+"""Numbers of rows that algorithms are asked for; others take those of the next smaller one."""
+_FEW, _MANY, _WIDE = 192, 1088, 576
+"""Rows of a trial: few, and several tiles; fewer of a matrix of more than ``_NARROW`` rows."""
+_NARROW, _WIDEST = 8192, _SUMS_BYTES // (4 * 128)
+_STEP_ROWS = RUNGS[-1]
+_WORDS, _DEQUANTIZED = 1024, 4096  # columns, or words, of a thread block
+_log = logging.getLogger("atlas")
+
+StepProduct = Callable[[Queue, DeviceArray, DeviceArray, DeviceArray | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What decides the bits of a product, and how it is computed.
+
+    ``format``, ``rows`` and ``cols`` are the matrix's; ``ranges`` those of K that are summed on
+    their own; ``out_type`` bfloat16 or float32. ``has_bias`` and ``has_residual``: what is added to
+    the sums.
+    """
+
+    format: str
+    rows: int
+    cols: int
+    ranges: int
+    out_type: str
+    has_bias: bool
+    has_residual: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """How a kind is computed: one call a slab, or (``by_range``) one for each range of K.
+
+    ``algorithms`` by numbers of rows, ascending.
+    """
+
+    by_range: bool
+    algorithms: tuple[tuple[int, Algorithm], ...]
+
+    def algorithm(self, rows: int) -> Algorithm:
+        """The one for a number of rows."""
+        return [found for size, found in self.algorithms if size <= rows or size == _SIZES[0]][-1]
+
+
+class Products:
+    """The products of one device; ``plans`` by kind, None where the step GEMM has to do it.
+
+    Raises
+    ------
+    CapabilityError
+        cuBLASLt is not usable.
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self.library = CublasLt()
+        self.plans: dict[Kind, Plan | None] = {}
+
+    def run(
+        self,
+        queue: Queue,
+        x: DeviceArray,
+        weight: DeviceMatrix,
+        bias: DeviceArray | None,
+        residual: DeviceArray | None,
+        out: DeviceArray,
+        *,
+        gated: bool,
+        step: StepProduct,
+    ) -> bool:
+        """Put the launches of out = x · weightᵀ + bias + residual on a queue; False: none can.
+
+        ``residual`` is ``out`` or None; ``step(queue, x, out, residual)`` computes up to 128 rows
+        by the step GEMM: the trial of a new kind compares with it.
+        """
+        if weight.rows > _WIDEST or weight.rows % 8:
+            return False
+        ranges = k_splits(weight.rows, gated=gated)
+        shape = (weight.format, weight.rows, weight.cols)
+        kind = Kind(*shape, ranges, out.dtype, bias is not None, residual is not None)
+        if kind not in self.plans:
+            eager = Queue(self._device, queue.workspace)
+            self.plans[kind] = Trial(self, eager, kind, weight, bias, step).plan()
+        plan = self.plans[kind]
+        if plan is None:
+            return False
+        Launches(self, queue, kind, plan).put(x, weight, bias, out)
+        return True
+
+    def disclosed(self) -> list[str]:
+        """Kinds that the step GEMM computes 128 rows at a time, in words."""
+        return [
+            f"prompts, {kind.format} [{kind.rows}, {kind.cols}]: step GEMM, 128 rows at a time"
+            for kind, plan in self.plans.items()
+            if plan is None
+        ]
+
+    def close(self) -> None:
+        """Free the library's objects; idempotent."""
+        self.plans.clear()
+        self.library.close()
+
+
+class Launches:
+    """The launches of one product under a plan."""
+
+    def __init__(self, products: Products, queue: Queue, kind: Kind, plan: Plan) -> None:
+        self._library, self._queue, self._kind, self._plan = products.library, queue, kind, plan
+        is_converted = kind.format != "bf16"
+        self._workspace = queue.scratch(
+            WORKSPACE_BYTES + _SUMS_BYTES * plan.by_range + _WEIGHTS_BYTES * is_converted
+        )
+        self._weights = self._workspace + WORKSPACE_BYTES
+        self._sums = self._weights + _WEIGHTS_BYTES * is_converted
+
+    def put(
+        self, x: DeviceArray, weight: DeviceMatrix, bias: DeviceArray | None, out: DeviceArray
+    ) -> None:
+        for first, part in self._parts(weight):
+            columns = slice(first, first + part.shape[0])
+            own_bias = None if bias is None else bias[columns]
+            for rows in self._slabs(len(x), part.shape[0]):
+                self._slab(x[rows], part, own_bias, out[rows, columns])
+
+    def _parts(self, weight: DeviceMatrix) -> Iterator[tuple[int, DeviceArray]]:
+        """The matrix in bf16: (first row, rows); a quantised one in parts, each turned first."""
+        if not weight.is_quantized:
+            yield 0, weight.values
+            return
+        step = max(8, _WEIGHTS_BYTES // (2 * weight.cols) // 8 * 8)
+        for first in range(0, weight.rows, step):
+            rows = min(step, weight.rows - first)
+            part = DeviceArray(self._weights, (rows, weight.cols), "bfloat16")
+            source = weight.data[first : first + rows]
+            stride = weight.layout.row_bytes
+            args: Args = (0, source, part, weight.cols, stride, 2 * weight.cols, 1.0)
+            grid = (rows, -(-weight.cols // _DEQUANTIZED))
+            self._queue.launch(f"embedding_{weight.format}_bf16", grid, args, weight)
+            yield first, part
+
+    def _slabs(self, rows: int, columns: int) -> Iterator[slice]:
+        """All rows at once, or as many as the float32 sums have room for."""
+        step = rows
+        if self._plan.by_range:
+            step = min(rows, _SUMS_BYTES // (4 * columns) // 128 * 128)
+        for first in range(0, rows, step):
+            yield slice(first, first + step)
+
+    def _slab(
+        self, x: DeviceArray, part: DeviceArray, bias: DeviceArray | None, out: DeviceArray
+    ) -> None:
+        (m, k), n = x.shape, part.shape[0]
+        algorithm = self._plan.algorithm(m)
+        strides = (part.strides[0] // 2, x.strides[0] // 2)
+        keep = (x, part, bias, out, algorithm, self._library)
+        if not self._plan.by_range:
+            sizes = (m, n, k, *strides, out.strides[0] // out.itemsize)
+            product = Product(*sizes, out.dtype, self._kind.has_residual)
+            self._call(product, algorithm, part.address, x.address, out.address, keep)
+            return
+        length = range_len(k, self._kind.ranges)
+        for first in range(0, k, length):
+            own = min(length, k - first)
+            product = Product(m, n, own, *strides, n, "float32", first > 0)
+            w, from_k = part.address + 2 * first, x.address + 2 * first
+            self._call(product, algorithm, w, from_k, self._sums, keep)
+        residual = out if self._kind.has_residual else 0
+        numbers: Args = (self._sums, 0 if bias is None else bias, residual, out, n, 4 * n)
+        numbers += (out.strides[0], out.strides[0], int(out.dtype == "float32"))
+        self._queue.launch("gemm_finish", (m, -(-n // _WORDS)), numbers, keep)
+
+    def _call(
+        self, product: Product, algorithm: Algorithm, w: int, x: int, out: int, keep: object
+    ) -> None:
+        library = self._library
+        args = library.arguments(product, algorithm, w, x, out, self._workspace)
+        self._queue.matmul(library.function, args, keep)
+
+
+class Trial:
+    """Looks for algorithms that give the step GEMM's bits for a kind, on the matrix itself."""
+
+    def __init__(
+        self,
+        products: Products,
+        queue: Queue,
+        kind: Kind,
+        weight: DeviceMatrix,
+        bias: DeviceArray | None,
+        step: StepProduct,
+    ) -> None:
+        self._products, self._queue, self._kind, self._step = products, queue, kind, step
+        self._weight, self._bias = weight, bias
+        self._device = queue.device
+        self._tried = (_FEW, _MANY if kind.rows <= _NARROW else _WIDE)
+
+    def plan(self, forms: Sequence[bool] | None = None) -> Plan | None:
+        """A plan whose results were equal, or None, as when memory does not suffice.
+
+        ``forms``: the values of ``Plan.by_range`` to try, in order; by default all that can serve.
+        """
+        if forms is None:
+            forms = [True] if self._kind.has_bias else [False, True]
+        memory: list[int] = []
+        try:
+            return self._search(memory, forms)
+        except OutOfMemoryError as error:
+            _log.warning("cuBLASLt is not tried for %s: %s", self._kind, error)
+            return None
+        finally:
+            self._device.synchronize()
+            for address in memory:
+                self._device.free(address)
+
+    def _search(self, memory: list[int], forms: Sequence[bool]) -> Plan | None:
+        kind, most = self._kind, self._tried[-1]
+        rng = np.random.default_rng(kind.rows)
+
+        def take(columns: int, dtype: str) -> DeviceArray:
+            array = DeviceArray(0, (most, columns), dtype)
+            array.address = self._device.allocate(array.nbytes, "products on trial")
+            memory.append(array.address)
+            return array
+
+        def random(array: DeviceArray) -> DeviceArray:
+            bits = _random_bfloat16(rng, array.size)
+            self._device.copy_in(array.address, bits.ctypes.data, bits.nbytes)
+            self._device.synchronize()
+            return array
+
+        x = random(take(kind.cols, "bfloat16"))
+        self._want, self._got = (take(kind.rows, kind.out_type) for _ in range(2))
+        self._start = random(take(kind.rows, "bfloat16")) if kind.has_residual else None
+        self._begin(self._want)
+        for first in range(0, most, _STEP_ROWS):
+            rows = slice(first, first + _STEP_ROWS)
+            residual = self._want[rows] if kind.has_residual else None
+            self._step(self._queue, x[rows], self._want[rows], residual)
+        for by_range in forms:
+            if found := tuple(self._algorithms(x, by_range=by_range)):
+                return Plan(by_range, found)
+        return None
+
+    def _algorithms(self, x: DeviceArray, *, by_range: bool) -> Iterator[tuple[int, Algorithm]]:
+        """The first equal algorithm for each of ``_SIZES``; none for larger sizes is the last's."""
+        kind, library = self._kind, self._products.library
+        splits = 1 if by_range else kind.ranges
+        k = range_len(kind.cols, kind.ranges) if by_range else kind.cols
+        type = "float32" if by_range else kind.out_type
+        sizes = (kind.rows, k, kind.cols, kind.cols, kind.rows)
+        known: dict[bytes, bool] = {}
+        for m in _SIZES:
+            product = Product(m, *sizes, type, kind.has_residual and not by_range)
+            for algorithm in library.algorithms(product, splits=splits):
+                tried = [replace(product, m=rows) for rows in (*self._tried, *_SIZES)]
+                if not all(library.takes(other, algorithm) for other in tried):
+                    continue
+                content = algorithm.tobytes()
+                if content not in known:
+                    known[content] = self._is_equal(x, algorithm, by_range=by_range)
+                if known[content]:
+                    yield m, algorithm
+                    break
+            else:
+                if m == _SIZES[0]:
+                    return
+
+    def _is_equal(self, x: DeviceArray, algorithm: Algorithm, *, by_range: bool) -> bool:
+        plan = Plan(by_range, ((_SIZES[0], algorithm),))
+        for rows in self._tried:
+            part = slice(0, rows)
+            self._begin(self._got)
+            launches = Launches(self._products, self._queue, self._kind, plan)
+            launches.put(x[part], self._weight, self._bias, self._got[part])
+            if self._differences(self._want[part], self._got[part]):
+                return False
+        return True
+
+    def _begin(self, out: DeviceArray) -> None:
+        """What ``out`` holds before the product."""
+        if self._start is not None:
+            self._device.copy(out.address, self._start.address, out.nbytes)
+
+    def _differences(self, a: DeviceArray, b: DeviceArray) -> int:
+        """Words that differ."""
+        count, words = np.zeros(1, np.int32), a.nbytes // 4
+        place = self._queue.scratch(4)
+        self._device.fill(place, 4)
+        grid = (-(-words // _WORDS), 1)
+        self._queue.launch("count_differences", grid, (a, b, place, words))
+        self._device.copy_out(count.ctypes.data, place, 4)
+        self._device.synchronize()
+        return int(count[0])
+
+
+def _random_bfloat16(rng: np.random.Generator, count: int) -> NDArray[np.uint16]:
+    """Bits of numbers of either sign, of magnitudes between 2**-9 and 2**2."""
+    bits = rng.integers(0, 1 << 16, count, np.uint16)
+    exponent = 118 + (bits >> 7) % 11
+    return (bits & np.uint16(0x807F)) | (exponent.astype(np.uint16) << np.uint16(7))
+
+
+def open_products(device: CudaDevice) -> Products | None:
+    """cuBLASLt's products, or None with a word in the log where the library is missing."""
+    try:
+        return Products(device)
+    except CapabilityError as error:
+        _log.warning("prompts run through the step GEMM, 128 rows at a time: %s", error)
+        return None

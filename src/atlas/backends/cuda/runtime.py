@@ -1,0 +1,383 @@
+"""Runs networks on a GPU: lists recorded once for each bucketed shape, decode lists as graphs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas._native.cuda_launch import CudaLaunchList
+from atlas.backends.backend import Shapes
+from atlas.backends.cpu.compiler import BodyCompiler
+from atlas.backends.cuda.array import ITEM_BYTES, DeviceArray
+from atlas.backends.cuda.buckets import bucket
+from atlas.backends.cuda.device import CudaDevice
+from atlas.backends.cuda.graph import CapturedGraph
+from atlas.backends.cuda.inputs import InputLayout, InputRegion, fed
+from atlas.backends.cuda.launch import KernelLaunch, Queue, Recording
+from atlas.backends.cuda.loading import Loader
+from atlas.backends.cuda.memory import Arena, Workspace, aligned
+from atlas.backends.cuda.pools import CudaKvPools
+from atlas.backends.cuda.products import open_products
+from atlas.backends.cuda.readback import ReadBacks, StepReadBack
+from atlas.errors import AtlasError, InvalidArgumentError
+from atlas.layers.network import Network
+from atlas.layers.step import INPUTS, StepBuffers, StepShape
+from atlas.ops.blocks import HostMatrix
+from atlas.ops.select import bind, implementations
+
+if TYPE_CHECKING:
+    from atlas.config import ModelConfig
+    from atlas.model.circuit import ForwardKind
+    from atlas.model.step_result import StepResult
+
+Ints = NDArray[np.int32]
+SCRATCH_BYTES = 128 << 20
+ZEROED_BYTES = 1 << 20
+_FLOAT32 = ("router", "expert_weights", "logits")
+_ROW_ALIGNMENT = 16  # bytes: rows are read and written by vectors of this size
+_RECORDED = 128  # shapes kept
+_FEED_ROWS = 128  # that a thread block of the feed kernel takes
+
+
+@dataclass(eq=False)
+class RecordedStep:
+    """The launches of one shape, and their graph once they ran as one."""
+
+    launches: CudaLaunchList
+    graph: CapturedGraph | None = None
+
+
+class CudaRuntime:
+    """A GPU's side of one model.
+
+    Parameters
+    ----------
+    device : CudaDevice
+        Is closed with the runtime.
+    weight_bytes : int
+        Of the arena that holds all weights.
+
+    Attributes
+    ----------
+    functions : dict
+        Every op's implementation by name; recorded lists call these.
+    kind : {"graphed", "eager"}
+        How steps that only decode run.
+    """
+
+    name = "cuda"
+    gains_by_feed = True
+
+    def __init__(self, device: CudaDevice, weight_bytes: int) -> None:
+        self.device = device
+        self.kind: ForwardKind = "graphed"
+        self._closing: list[Any] = []  # what close() closes, newest last
+        self._regions: list[InputRegion] = []
+        self._recorded: OrderedDict[StepShape, RecordedStep] = OrderedDict()
+        self._turn = 0
+        self._closed = False
+        try:
+            self._weights = self._own(Arena(device, weight_bytes, "the weights"))
+            self.workspace = self._own(Workspace(device, SCRATCH_BYTES, ZEROED_BYTES))
+            self._loader = self._own(Loader(device, self._weights))
+            self._readbacks: ReadBacks
+            self._capture_stream = device.create_stream()
+            self.functions = implementations("cuda", translation=False)
+            device.products = open_products(device)
+        except BaseException:
+            self.close()
+            raise
+
+    def _own(self, part: Any) -> Any:
+        self._closing.append(part)
+        return part
+
+    @property
+    def fingerprint(self) -> str:
+        """What a result's bits depend on besides the model."""
+        from atlas_kernels.cache import source_hash
+
+        return f"cuda-{self.device.arch}-{source_hash()[:12]}-bf16"
+
+    @property
+    def words(self) -> str:
+        """The device, for people."""
+        return f"{self.device.name}, {self.fingerprint}"
+
+    @property
+    def host_compiler(self) -> BodyCompiler:
+        """Compiles the bodies that run on the host whatever the backend (sampling)."""
+        return BodyCompiler(self.device.kernels.on_compile)
+
+    def fault(self) -> AtlasError | None:
+        """What broke the device for good."""
+        return self.device.driver.failure
+
+    # -- loading ------------------------------------------------------------------------------
+
+    def pools(self, config: ModelConfig, num_blocks: int, kv_dtype: str) -> CudaKvPools:
+        """The KV pools, zeroed."""
+        pools: CudaKvPools = self._own(CudaKvPools(self.device, config, num_blocks))
+        return pools
+
+    def buffers(self, shapes: Shapes) -> StepBuffers:
+        """A step's buffers, zeroed, with two pinned regions for its integers."""
+        device = self.device
+        layout = InputLayout(shapes)
+        arena = self._own(Arena(device, buffer_bytes(shapes), "buffers"))
+        self._mirror = arena.take((layout.nbytes,), "uint8", zero=True)
+        self._input_layout = layout
+        arrays = layout.device_views(self._mirror)
+        for name, shape in shapes.items():
+            if name not in INPUTS:
+                arrays[name] = take_rows(arena, name, shape)
+        max_logits = shapes["logits"][0]
+        self._chosen = arena.take((max_logits,), "int32", zero=True)
+        self._regions = [InputRegion(device, layout) for _ in range(2)]
+        self._readbacks = self._own(ReadBacks(device, arrays["logits"], self._chosen))
+        self._limits = shapes["token_ids"][0], shapes["block_tables"][0], max_logits
+        self.ops = bind(self.functions, Queue(device, self.workspace))
+        named: dict[str, Any] = dict(arrays)
+        return StepBuffers(**named)
+
+    def pack(self, matrices: Sequence[HostMatrix], groups: int = 1) -> Any:
+        """Stack matrices of one format on the device."""
+        return self._loader.pack(matrices, groups)
+
+    def place(self, values: Any) -> DeviceArray:
+        """A float32 array on the device."""
+        placed: DeviceArray = self._loader.place(values)
+        return placed
+
+    def prepare(self, network: Network, buffers: StepBuffers, shapes: Sequence[StepShape]) -> None:
+        """Record steps of these shapes, which loads their kernels, and capture their graphs."""
+        self._loader.close()
+        self.device.enter()
+        padded = dict.fromkeys(self.padded(shape) for shape in shapes)
+        recordings = {
+            shape: self._record(network, buffers, shape)
+            for shape in padded
+            if shape not in self._recorded
+        }
+        names = {
+            launch.kernel
+            for recording in recordings.values()
+            for launch in recording.launches
+            if isinstance(launch, KernelLaunch)
+        }
+        self.device.kernels.load(sorted(names | {"feed_tokens"}))
+        for shape, recording in recordings.items():
+            self._keep(shape, recording)
+        self.device.synchronize()
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def padded(self, shape: StepShape) -> StepShape:
+        """The shape under which a step of this one runs."""
+        return bucket(shape, *self._limits)
+
+    def logits_written(self, shape: StepShape) -> int:
+        """Rows of the arena that a step of this shape writes."""
+        return self.padded(shape).logits
+
+    def inputs(self, buffers: StepBuffers) -> Any:
+        """Where the next step's integers are written: pinned memory that no copy reads now."""
+        self.device.enter()
+        self._turn = (self._turn + 1) % len(self._regions)
+        region = self._regions[self._turn]
+        self.device.wait(region.event)
+        region.num_fed = 0
+        return region.arrays
+
+    def feed(self, inputs: Any, rows: Ints, sources: Ints, before: StepResult) -> None:
+        """Let ``rows`` take the tokens that the step before chose for its logits rows.
+
+        They are on the device when the step begins; the host does not wait for them.
+        """
+        region = self._regions[self._turn]
+        inputs.token_ids[rows] = fed(sources)
+        region.num_fed = int(rows[-1]) + 1
+
+    def run(self, network: Network, buffers: StepBuffers, shape: StepShape) -> None:
+        """Put one sweep of ``network`` on the stream; does not wait."""
+        device, region, padded = self.device, self._regions[self._turn], self.padded(shape)
+        step = self._step(network, buffers, padded)
+        region.pad(shape, padded)
+        nbytes = self._input_layout.used_bytes(padded.seqs)
+        device.copy_in(self._mirror.address, region.pinned.address, nbytes)
+        device.record(region.event)
+        if region.num_fed:
+            args = (buffers.token_ids, self._chosen, region.num_fed)
+            self.launch("feed_tokens", (-(-region.num_fed // _FEED_ROWS), 1), args)
+        if step.graph is not None:
+            step.graph.launch()
+        else:
+            device.run(step.launches)
+        if shape.logits:
+            self._readbacks.begin(shape.first_logits, shape.logits)
+
+    def launch(self, kernel: str, grid: tuple[int, int], args: tuple[Any, ...]) -> None:
+        """Launch one kernel now, on the stream."""
+        Queue(self.device, self.workspace).launch(kernel, grid, args)
+
+    def _step(self, network: Network, buffers: StepBuffers, padded: StepShape) -> RecordedStep:
+        """The launches of a padded shape, recorded at its first use."""
+        step = self._recorded.get(padded)
+        if step is None:
+            return self._keep(padded, self._record(network, buffers, padded))
+        self._recorded.move_to_end(padded)
+        return step
+
+    def _record(self, network: Network, buffers: StepBuffers, padded: StepShape) -> Recording:
+        recording = Recording()
+        ops = bind(self.functions, Queue(self.device, self.workspace, recording))
+        views = buffers.view(padded)
+        network.forward(ops, views)
+        if padded.logits:
+            last = padded.first_logits + padded.logits
+            ops.argmax(views.logits, out=self._chosen[padded.first_logits : last])
+        return recording
+
+    def _keep(self, padded: StepShape, recording: Recording) -> RecordedStep:
+        step = RecordedStep(recording.compile(self.device))
+        if self.kind == "graphed" and padded.rows == padded.step_rows:
+            step.graph = CapturedGraph(self.device, step.launches, self._capture_stream)
+        self._recorded[padded] = step
+        if len(self._recorded) > _RECORDED:
+            _, oldest = self._recorded.popitem(last=False)
+            self._drop(oldest)
+        return step
+
+    # -- results ------------------------------------------------------------------------------
+
+    def result(
+        self, buffers: StepBuffers, count: int, *, wants_tokens: bool, host_rows: Sequence[int]
+    ) -> StepReadBack:
+        """What the step that was launched last will have chosen; does not wait."""
+        return self._readbacks.result(count, host_rows)
+
+    def greedy(self, buffers: StepBuffers, first: int, count: int) -> Ints:
+        """Greedy id of arena rows from ``first`` on; −1 marks a row that is not finite."""
+        self.device.enter()
+        return self._readbacks.tokens(first, count)
+
+    def to_host(self, array: DeviceArray) -> NDArray[Any]:
+        """A copy in host memory, once the work before it is done; bfloat16 as float32."""
+        self.device.enter()
+        return read_array(self.device, array)
+
+    def synchronize(self) -> None:
+        """Wait for all work."""
+        self.device.enter()
+        self.device.synchronize()
+
+    def read_bytes(
+        self, array: DeviceArray, starts: Sequence[int], count: int
+    ) -> Iterator[NDArray[Any]]:
+        """``count`` bytes of a weight array from each of ``starts`` on."""
+        self.device.enter()
+        for start in starts:
+            piece = np.empty(count, np.uint8)
+            self.device.copy_out(piece.ctypes.data, array.address + start, count)
+            self.device.synchronize()
+            yield piece
+
+    # -- circuit and end ----------------------------------------------------------------------
+
+    def select(self, kind: ForwardKind) -> None:
+        """Run decode steps in this way from now on."""
+        if kind not in ("eager", "graphed"):
+            raise InvalidArgumentError(f"kind is {kind!r}; allowed: 'eager', 'graphed'")
+        self.kind = kind
+        self.forget_recorded()
+
+    def forget_recorded(self) -> None:
+        """Drop every recorded list and graph (ops were replaced), and the user's own kernels."""
+        self.device.enter()
+        self.device.synchronize()
+        while self._recorded:
+            _, step = self._recorded.popitem()
+            self._drop(step)
+        self.device.kernels.forget(self.device.kernels.own)
+
+    def _drop(self, step: RecordedStep) -> None:
+        if step.graph is not None:
+            step.graph.close()
+
+    def close(self) -> None:
+        """Graphs, buffers, pools, weights, kernels, stream, in this order; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        device = self.device
+        if device.driver.failure is None:
+            device.driver(device.driver.api.cuCtxSetCurrent(device.context))
+            device.driver.api.cuStreamSynchronize(device.stream)
+        while self._recorded:
+            _, step = self._recorded.popitem()
+            self._drop(step)
+        for region in self._regions:
+            region.close(device)
+        while self._closing:
+            self._closing.pop().close()
+        if hasattr(self, "_capture_stream"):
+            device.destroy_stream(self._capture_stream)
+        device.close()
+
+
+def element_type(name: str) -> str:
+    """The type of a buffer of ``StepBuffers``."""
+    if name == "expert_ids":
+        return "int32"
+    return "float32" if name in _FLOAT32 else "bfloat16"
+
+
+def take_rows(arena: Arena, name: str, shape: tuple[int, ...]) -> DeviceArray:
+    """A buffer, zeroed, whose rows begin at multiples of 16 bytes."""
+    dtype = element_type(name)
+    whole = arena.take(padded_shape(name, shape), dtype, zero=True)
+    return whole if whole.shape == shape else whole[:, : shape[1]]
+
+
+def padded_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A buffer's shape in memory: choices of experts lie without gaps, other rows are padded."""
+    if len(shape) != 2 or name.startswith("expert_"):
+        return shape
+    per_vector = _ROW_ALIGNMENT // ITEM_BYTES[element_type(name)]
+    return shape[0], -(-shape[1] // per_vector) * per_vector
+
+
+def buffer_bytes(shapes: Shapes) -> int:
+    """Bytes of the arena that ``CudaRuntime.buffers`` takes."""
+    total = aligned(InputLayout(shapes).nbytes) + aligned(4 * shapes["logits"][0])
+    for name, shape in shapes.items():
+        if name in INPUTS:
+            continue
+        total += aligned(ITEM_BYTES[element_type(name)] * prod(padded_shape(name, shape)))
+    return total
+
+
+def read_array(device: CudaDevice, array: DeviceArray) -> NDArray[Any]:
+    """A copy of a device array with contiguous rows, in host memory; bfloat16 as float32."""
+    kind: Any = np.uint16 if array.dtype == "bfloat16" else np.dtype(array.dtype)
+    if array.is_contiguous:
+        out = np.empty(array.shape, kind)
+        if out.nbytes:
+            device.copy_out(out.ctypes.data, array.address, out.nbytes)
+    else:
+        out = np.empty(array.shape, kind)
+        for i in range(len(array)):
+            row = array[i]
+            if not row.is_contiguous:
+                raise InvalidArgumentError(f"{array!r} with strides {array.strides}: no plain rows")
+            device.copy_out(out[i].ctypes.data, row.address, row.nbytes)
+    device.synchronize()
+    if array.dtype == "bfloat16":
+        return (out.astype(np.uint32) << 16).view(np.float32)
+    return out

@@ -1,0 +1,151 @@
+"""The fused kernel of the step against the kernels that it stands for, bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tests.kernels.launches import Bench, Buffer, rounded
+
+EPS = np.float32(1e-6)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Rows (first position, count) of each sequence, heads, and what is done to them."""
+
+    rows: tuple[tuple[int, int], ...]
+    heads: int
+    kv_heads: int
+    dim: int
+    half: int
+    is_normed: bool = True
+    window: int = 0
+    softcap: float = 0.0
+
+    @property
+    def most(self) -> int:
+        return max(count for _, count in self.rows)
+
+
+LAYERS = [
+    Layer(((39, 1), (300, 1)), 4, 1, 64, 32),
+    Layer(((510, 4), (0, 2), (15, 2)), 8, 2, 128, 64),
+    Layer(((510, 3), (17, 1)), 2, 2, 80, 40, is_normed=False, window=100),
+    Layer(((33, 1),), 3, 1, 96, 24, softcap=20.0),
+    Layer(((506, 8), (7, 0)), 8, 2, 128, 64, is_normed=False),
+    Layer(((511, 2),), 2, 1, 256, 128),
+]
+
+
+def _normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return rounded(np.random.default_rng([seed, *shape]).standard_normal(shape), "bf16")
+
+
+class Given:
+    """The layer's arrays on a device; ``pools`` are fresh copies for each form."""
+
+    def __init__(self, bench: Bench, layer: Layer) -> None:
+        self.bench, self.layer = bench, layer
+        ends = [first + count for first, count in layer.rows]
+        blocks = [-(-max(end, 1) // 16) for end in ends]
+        order, used = np.random.default_rng(1).permutation(sum(blocks)), 0
+        self.tables = np.full((len(ends), max(blocks)), 2**31 - 1, np.int32)
+        slots, positions = [], []
+        for table, count, (first, num) in zip(self.tables, blocks, layer.rows, strict=True):
+            table[:count] = order[used : used + count]
+            used += count
+            for at in range(first, first + num):
+                positions.append(at)
+                slots.append(int(table[at // 16]) * 16 + at % 16)
+        self.values = _normal(used, layer.kv_heads, 16, layer.dim)
+        for table, (first, _) in zip(self.tables, layer.rows, strict=True):
+            for block in range(first // 16, len(table)):
+                if table[block] < used:  # what lies behind the last known key must not matter
+                    self.values[table[block], :, max(0, first - block * 16) :] = np.nan
+        total = (layer.heads + 2 * layer.kv_heads) * layer.dim
+        self.qkv = _normal(len(positions), total, seed=1)
+        self.positions, self.slots = bench.put_ints(positions), bench.put_ints(slots)
+        self.cu_rows = bench.put_ints(np.cumsum([0, *(count for _, count in layer.rows)]))
+        self.block_tables = bench.put_ints(self.tables)
+        self.angles = bench.put(_normal(max(ends), 2, layer.half, seed=2), "f32")
+        self.norms = [
+            bench.put(_normal(1, layer.dim, seed=seed), "f32").address if layer.is_normed else 0
+            for seed in (3, 4)
+        ]
+        self.room = max(ends) // 512 + 2
+
+    def pools(self) -> list[Buffer]:
+        return [self.bench.put(sign * self.values, "bf16") for sign in (1, -1)]
+
+    def columns(self, buffer: Buffer) -> list[int]:
+        """Addresses of q, k and v."""
+        after_q = buffer.address + 2 * self.layer.heads * self.layer.dim
+        return [buffer.address, after_q, after_q + 2 * self.layer.kv_heads * self.layer.dim]
+
+    def scratch(self, groups: int) -> list[int]:
+        """Partial results, their sums, and counters."""
+        layer = self.layer
+        rows = len(layer.rows) * self.room * layer.most * layer.heads
+        shapes = [(rows, layer.dim), (rows, 2)]
+        places = [self.bench.empty(shape, "f32").address for shape in shapes]
+        return [*places, self.bench.put_ints(np.zeros(groups))]
+
+    def apart(self, tile: int, workers: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The kernels one after the other: out, pools."""
+        layer, bench, pools = self.layer, self.bench, self.pools()
+        qkv = bench.put(self.qkv, "bf16", pad=8)
+        q, k, v = self.columns(qkv)
+        heads, prefix = [layer.heads, layer.kv_heads, layer.dim, layer.half], ""
+        addresses = [self.positions, self.slots, self.angles.address]
+        addresses += [pool.address for pool in pools]
+        strides, norms, last = [qkv.stride] * 3, [], []
+        if layer.is_normed:
+            prefix, norms, last = "norm_", self.norms, [EPS]
+        grid = (len(self.qkv), -(-(layer.heads + 2 * layer.kv_heads) // 4))
+        args = [q, k, v, *norms, *addresses, *heads, *strides, *last]
+        bench.run(f"{prefix}rope_kv_store_bf16", grid, args)
+        out = bench.empty((len(self.qkv), layer.heads * layer.dim), "bf16", pad=24)
+        groups = self.groups(tile)
+        args = [q, *(pool.address for pool in pools), out.address, self.block_tables, self.cu_rows]
+        args += [self.positions, *self.scratch(groups), layer.heads, layer.kv_heads, layer.most]
+        args += [self.room, layer.window, self.tables.shape[1], qkv.stride, out.stride]
+        args += [np.float32(layer.dim**-0.5), np.float32(layer.softcap)]
+        bench.run(f"attention_decode_d{layer.dim}_r{tile}", (groups, workers), args)
+        return bench.get(out), [bench.get(pool) for pool in pools]
+
+    def fused(self, tile: int, workers: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """One kernel: out, pools; q, k and v must stay as they are."""
+        layer, bench, pools = self.layer, self.bench, self.pools()
+        qkv = bench.put(self.qkv, "bf16", pad=8)
+        out = bench.empty((len(self.qkv), layer.heads * layer.dim), "bf16", pad=24)
+        groups = self.groups(tile)
+        args = [*self.columns(qkv), *self.norms, self.angles.address, self.slots]
+        args += [*(pool.address for pool in pools), out.address, self.block_tables, self.cu_rows]
+        args += [self.positions, *self.scratch(groups), layer.heads, layer.kv_heads, layer.half]
+        args += [layer.most, self.room, layer.window, self.tables.shape[1]]
+        args += [qkv.stride] * 3 + [out.stride]
+        args += [np.float32(layer.dim**-0.5), np.float32(layer.softcap), EPS]
+        bench.run(f"attention_step_d{layer.dim}_r{tile}", (groups, workers), args)
+        np.testing.assert_array_equal(bench.get(qkv), self.qkv)
+        return bench.get(out), [bench.get(pool) for pool in pools]
+
+    def groups(self, tile: int) -> int:
+        layer = self.layer
+        per_head = layer.most * layer.heads // layer.kv_heads
+        return len(layer.rows) * layer.kv_heads * -(-per_head // tile)
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=range(len(LAYERS)))
+@pytest.mark.parametrize("workers", [1, 2])
+def test_one_kernel_has_the_bits_of_two(bench: Bench, layer: Layer, workers: int) -> None:
+    given = Given(bench, layer)
+    tile = 32 if layer.most > 4 else 16
+    out, pools = given.apart(16, workers)
+    got, got_pools = given.fused(tile, workers)
+    assert np.isfinite(got).all()
+    np.testing.assert_array_equal(got, out)
+    for pool, want in zip(got_pools, pools, strict=True):
+        np.testing.assert_array_equal(pool, want)

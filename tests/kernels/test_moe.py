@@ -1,0 +1,275 @@
+"""Mixture of experts: routing, the decode kernels and the grouped ones, and that they agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from atlas_kernels.moe_plan import (
+    COLUMNS,
+    DECODE_TILES,
+    GROUPED_TILES,
+    MAX_SLOTS,
+    decode_variant,
+    grouped_variant,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atlas.ops import OPS
+from tests.kernels.launches import Bench, Buffer, close, rounded
+
+Array = np.ndarray[Any, Any]
+EXPERTS, DIM, INNER = 6, 384, 64
+
+
+def test_tiles_fit_an_sm() -> None:
+    for tile in DECODE_TILES.values():
+        assert (tile.shared_bytes + 1024) * tile.blocks_per_sm <= 228 * 1024
+        assert tile.pitch // 16 % 2 == 1, "bank conflicts"
+        assert tile.warps * 8 * 8 <= 1008, "barriers"
+    for grouped in GROUPED_TILES.values():
+        assert grouped.shared_bytes <= 99 * 1024, "the least of all GPUs since sm_80"
+        assert grouped.rows * (grouped.columns + 4) * 4 <= grouped.shared_bytes
+        assert grouped.threads % 256 == 0
+        assert grouped.threads // 8 % 16 == 0, "gate and up lines of a thread"
+
+
+@given(
+    rows=st.integers(1, 200),
+    dim=st.integers(1, 128).map(lambda n: 64 * n),
+    inner=st.integers(1, 64).map(lambda n: 64 * n),
+    slots=st.integers(1, MAX_SLOTS),
+)
+def test_a_decode_variant_has_room(rows: int, dim: int, inner: int, slots: int) -> None:
+    name = decode_variant(rows, dim=dim, inner=inner, slots=slots)
+    if name is not None:
+        tile = DECODE_TILES[name]
+        assert rows <= tile.rows
+        assert tile.stages(dim, inner, slots, rows) >= 2
+        x_bytes = rows * (2 * dim + 16)
+        assert 4096 + x_bytes + 2 * tile.warps * tile.stage_bytes <= tile.shared_bytes
+
+
+def test_variants_of_known_shapes() -> None:
+    for slots, inner in ((9, 512), (8, 768)):
+        chosen = [decode_variant(m, dim=2048, inner=inner, slots=slots) for m in (1, 2, 3, 8, 9)]
+        assert chosen == ["r2", "r2", "r8", "r8", None]
+    assert decode_variant(1, dim=2050, inner=512, slots=9) is None
+    assert grouped_variant(128, experts=257, slots=9) == "r16"
+    assert grouped_variant(8192, experts=257, slots=9) == "r128"
+
+
+def _route(
+    bench: Bench, scores: Array, top_k: int, *, normalize: bool = True, bias: Array | None = None,
+    sigmoid: bool = False, shared: Array | None = None, slots: int = 0, scaling: float = 1.0,
+    active: Array | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    rows, slots = len(scores), slots or top_k
+    source = bench.put(scores, "f32", pad=3)
+    ids, weights = np.full((rows, slots), -7, np.int32), np.full((rows, slots), np.nan, np.float32)
+    ids_at, weights_at = bench.memory.put(ids), bench.memory.put(weights)
+    bias_at = 0 if bias is None else bench.memory.put(bias)
+    shared_at = 0 if shared is None else bench.memory.put(shared)
+    active_at = 0 if active is None else bench.memory.put(active)
+    args = [source.address, bias_at, shared_at, active_at, ids_at, weights_at, scores.shape[1]]
+    args += [top_k, slots, int(sigmoid), int(normalize), np.float32(0), np.float32(scaling)]
+    bench.run("moe_route", (rows, 1), [*args, source.stride, 4])
+    return bench.memory.get(ids_at, ids), bench.memory.get(weights_at, weights)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_route_by_softmax(bench: Bench, normalize: bool) -> None:
+    scores = np.random.default_rng(1).standard_normal((5, 70)).astype(np.float32) * 3
+    scores[1] = 0.5  # all equal: the lowest ids
+    scores[2, [60, 3, 35]] = 9.0
+    scores[3] = -3e38
+    scores[3, 69] = 3e38
+    ids, weights = _route(bench, scores, 8, normalize=normalize)
+    want_ids, want = np.empty((5, 8), np.int32), np.empty((5, 8), np.float32)
+    OPS["moe_route"](scores, normalize, ids=want_ids, weights=want)
+    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_allclose(weights, want, rtol=3e-6, atol=1e-30)
+
+
+def test_route_by_sigmoid_with_bias_and_a_shared_expert(bench: Bench) -> None:
+    random = np.random.default_rng(2)
+    scores = random.standard_normal((4, 40)).astype(np.float32) * 2
+    bias = random.standard_normal(40).astype(np.float32)
+    shared = random.standard_normal(4).astype(np.float32)
+    active = np.array([0, 5, -1, 2], np.int32)
+    ids, weights = _route(
+        bench,
+        scores,
+        6,
+        bias=bias,
+        sigmoid=True,
+        shared=shared,
+        slots=7,
+        scaling=2.5,
+        active=active,
+    )
+    probabilities = 1 / (1 + np.exp(-scores.astype(np.float64)))
+    order = np.argsort(-(probabilities + bias), axis=1, kind="stable")[:, :6]
+    chosen = np.take_along_axis(probabilities, order, axis=1)
+    want = 2.5 * chosen / chosen.sum(axis=1, keepdims=True)
+    kept = [0, 1, 3]
+    np.testing.assert_array_equal(ids[kept, :6], order[kept])
+    np.testing.assert_allclose(weights[kept, :6], want[kept], rtol=3e-6)
+    assert (ids[kept, 6] == 40).all()
+    np.testing.assert_allclose(weights[kept, 6], 1 / (1 + np.exp(-shared[kept])), rtol=3e-6)
+    assert (ids[2] == -1).all()
+    assert (weights[2] == 0).all()
+
+
+def test_a_row_of_nan_shows(bench: Bench) -> None:
+    ids, weights = _route(bench, np.full((1, 9), np.nan, np.float32), 3)
+    assert len(set(ids[0].tolist())) == 3
+    assert ((ids >= 0) & (ids < 9)).all()
+    assert np.isnan(weights).all()
+
+
+def _sorted(bench: Bench, ids: Array, experts: int, tile_rows: int) -> tuple[int, int, int]:
+    num_tiles = ids.size // tile_rows + experts
+    order = bench.memory.put(np.full(ids.size, -9, np.int32))
+    tiles = bench.memory.put(np.full((num_tiles, 4), -9, np.int32))
+    ids_at = bench.memory.put(ids.astype(np.int32))
+    args = [ids_at, order, tiles, ids.size, experts, tile_rows, num_tiles]
+    bench.run("moe_sort", (experts, 1), args)
+    return order, tiles, num_tiles
+
+
+@pytest.mark.parametrize(("pairs", "tile_rows"), [(5, 16), (203, 16), (4500, 64)])
+def test_sort(bench: Bench, pairs: int, tile_rows: int) -> None:
+    experts = 5
+    ids = np.random.default_rng(pairs).integers(-1, experts, pairs).astype(np.int32)
+    ids[ids == 3] = 1  # nobody chooses 3
+    order_at, tiles_at, num_tiles = _sorted(bench, ids, experts, tile_rows)
+    order = bench.memory.get(order_at, ids)
+    tiles = bench.memory.get(tiles_at, np.empty((num_tiles, 4), np.int32))
+    want = np.argsort(ids, kind="stable")[(ids < 0).sum() :]
+    np.testing.assert_array_equal(order[: want.size], want)
+    covered = []
+    for expert, first, rows, _ in tiles[tiles[:, 2] > 0]:
+        assert rows <= tile_rows
+        assert (ids[order[first : first + rows]] == expert).all()
+        covered += range(first, first + rows)
+    assert covered == list(range(want.size)), "in order, each pair once"
+    assert (tiles[:, 2] >= 0).all()
+
+
+class Experts:
+    """Weights of a few experts and a shared one, and both forms of running them."""
+
+    def __init__(self, bench: Bench, *, shared: bool, seed: int = 0) -> None:
+        self.bench, self.random = bench, np.random.default_rng(seed)
+        self.slots = 3 if shared else 2
+        self.gate_up = self._matrix(EXPERTS, 2 * INNER, DIM)
+        self.down = self._matrix(EXPERTS, DIM, INNER)
+        self.shared = [self._matrix(1, 2 * INNER, DIM), self._matrix(1, DIM, INNER)]
+        self.addresses = [self._put(matrix) for matrix in (self.gate_up, self.down, *self.shared)]
+        if not shared:
+            self.addresses[2:] = 0, 0
+
+    def _matrix(self, *shape: int) -> Array:
+        values = self.random.standard_normal(shape).astype(np.float32) * shape[-1] ** -0.5
+        return rounded(values, "bf16")
+
+    def _put(self, matrix: Array) -> int:
+        address = self.bench.put(matrix.reshape(len(matrix), -1), "bf16").address
+        constants = getattr(self.bench.memory, "constants", set())
+        constants.add(address)
+        return address
+
+    def choose(self, rows: int) -> tuple[Array, Array]:
+        ids = np.stack([self.random.permutation(EXPERTS)[:2] for _ in range(rows)])
+        if self.slots == 3:
+            ids = np.concatenate([ids, np.full((rows, 1), EXPERTS)], axis=1)
+        weights = self.random.random((rows, self.slots)).astype(np.float32)
+        return ids.astype(np.int32), weights
+
+    def want(self, x: Array, ids: Array, weights: Array, residual: Array) -> Array:
+        out = residual.astype(np.float64)
+        for row, slot in np.argwhere(ids >= 0):
+            e = ids[row, slot]
+            gate_up = self.gate_up[e] if e < EXPERTS else self.shared[0][0]
+            down = self.down[e] if e < EXPERTS else self.shared[1][0]
+            h = rounded((gate_up.astype(np.float64) @ x[row]).astype(np.float32), "bf16")
+            gate, up = h[:INNER].astype(np.float64), h[INNER:]
+            act = rounded((gate / (1 + np.exp(-gate)) * up).astype(np.float32), "bf16")
+            y = rounded((down.astype(np.float64) @ act).astype(np.float32), "bf16")
+            out[row] += weights[row, slot].astype(np.float64) * y
+        return out.astype(np.float32)
+
+    def decode(self, x: Array, ids: Array, weights: Array, out: Buffer, *, variant: str) -> Array:
+        """The decode kernels, in place on ``out``, the residual."""
+        bench, rows, slots = self.bench, len(x), self.slots
+        gate_up, down, shared_gate_up, shared_down = self.addresses
+        source, ids_at = bench.put(x, "bf16", pad=8), bench.put_ints(ids)
+        getattr(bench.memory, "constants", set()).add(ids_at)
+        weights_at = bench.memory.put(weights)
+        act = bench.empty((rows * slots, INNER), "bf16").address
+        args = [gate_up, shared_gate_up, source.address, ids_at, act, rows, slots, EXPERTS, DIM]
+        bench.run(f"moe_gate_up_bf16_{variant}", (3, 1), [*args, INNER, source.stride])
+        args = [down, shared_down, ids_at, weights_at, act, out.address, out.address, rows, slots]
+        args += [EXPERTS, DIM, INNER, out.stride, out.stride]
+        bench.run(f"moe_down_bf16_{variant}", (DIM // COLUMNS - 3, 1), args)
+        return bench.get(out)
+
+    def grouped(self, x: Array, ids: Array, weights: Array, out: Buffer, *, variant: str) -> Array:
+        """The grouped kernels, in place on ``out``."""
+        bench, rows, slots = self.bench, len(x), self.slots
+        tile, (gate_up, down, shared_gate_up, shared_down) = GROUPED_TILES[variant], self.addresses
+        source, ids_at, weights_at = bench.put(x, "bf16", pad=8), 0, bench.memory.put(weights)
+        order, tiles, num_tiles = _sorted(bench, ids, EXPERTS + 1, tile.rows)
+        assert num_tiles == tile.tiles(ids.size, EXPERTS + 1)
+        act = bench.empty((rows * slots, INNER), "bf16").address
+        y = bench.empty((rows * slots, DIM), "bf16").address
+        args = [gate_up, shared_gate_up, source.address, order, tiles, act, EXPERTS, slots, DIM]
+        args += [INNER, source.stride]
+        bench.run(f"moe_grouped_gate_up_bf16_{variant}", (INNER // 64, num_tiles), args)
+        args = [down, shared_down, act, order, tiles, y, EXPERTS, DIM, INNER]
+        bench.run(f"moe_grouped_down_bf16_{variant}", (-(-DIM // 128), num_tiles), args)
+        ids_at = bench.put_ints(ids)
+        args = [y, ids_at, weights_at, out.address, out.address, slots, DIM, out.stride, out.stride]
+        bench.run("moe_combine", (rows, -(-DIM // 1024)), args)
+        return bench.get(out)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("rows", "variant"), [(1, "r2"), (5, "r8")])
+def test_decode_and_grouped(bench: Bench, rows: int, variant: str, shared: bool) -> None:
+    experts = Experts(bench, shared=shared, seed=rows)
+    x = rounded(experts.random.standard_normal((rows, DIM)).astype(np.float32), "bf16")
+    residual = rounded(experts.random.standard_normal((rows, DIM)).astype(np.float32), "bf16")
+    ids, weights = experts.choose(rows)
+    if rows > 2:
+        ids[1] = ids[0]  # two rows that share all their experts
+        ids[2] = -1  # a padding row
+    want = experts.want(x, ids, weights, residual)
+    run = experts.decode(x, ids, weights, bench.put(residual, "bf16", pad=8), variant=variant)
+    close(run, want, "bf16", 1e-2)
+    again = experts.grouped(x, ids, weights, bench.put(residual, "bf16", pad=8), variant="r16")
+    np.testing.assert_array_equal(run, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bench", ["gpu"], indirect=True)
+def test_bits_of_a_row_depend_on_the_row_alone(bench: Bench) -> None:
+    experts = Experts(bench, shared=True)
+    rows = 300
+    x = rounded(experts.random.standard_normal((rows, DIM)).astype(np.float32), "bf16")
+    residual = rounded(experts.random.standard_normal((rows, DIM)).astype(np.float32), "bf16")
+    ids, weights = experts.choose(rows)
+    runs = []
+    for variant in GROUPED_TILES:
+        out = bench.put(residual, "bf16")
+        runs.append(experts.grouped(x, ids, weights, out, variant=variant))
+    np.testing.assert_array_equal(runs[0], runs[1])
+    np.testing.assert_array_equal(runs[0], runs[2])
+    for first, count, variant in ((0, 1, "r2"), (0, 1, "r8"), (7, 2, "r2"), (11, 8, "r8")):
+        part = slice(first, first + count)
+        out = bench.put(residual[part], "bf16")
+        alone = experts.decode(x[part], ids[part], weights[part], out, variant=variant)
+        np.testing.assert_array_equal(alone, runs[0][part])
