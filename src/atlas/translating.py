@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atlas.errors import InvalidArgumentError
+from atlas.errors import AtlasError, InvalidArgumentError
 from atlas.languages import Languages
 from atlas.translation_intake import Params, TranslationIntake
 from atlas.translation_loop import TranslationLoop
@@ -78,6 +78,25 @@ class Translating:
         search = self.intake.search(params, fields)
         return self.intake.translation(text, source, target, search, sink, **identity)
 
+    def requests(
+        self,
+        texts: Sequence[Source],
+        source: Language,
+        target: Language,
+        search: Params,
+        sink: Sink,
+        *,
+        numbered: bool,
+    ) -> list[TranslationRequest]:
+        """One for each text, none submitted; ``numbered``: a refusal says of which text."""
+        made = []
+        for index, text in enumerate(texts):
+            try:
+                made.append(self.intake.translation(text, source, target, search, sink))
+            except AtlasError as error:
+                raise type(error)(f"texts[{index}]: {error}" if numbered else str(error)) from error
+        return made
+
     def translate(
         self,
         texts: Source | Sequence[Source],
@@ -97,7 +116,7 @@ class Translating:
                 done[event.request_id] = event.completion
 
         sources: Any = [texts] if single else texts
-        requests = [self.intake.translation(text, source, target, search, keep) for text in sources]
+        requests = self.requests(sources, source, target, search, keep, numbered=not single)
         run(requests, lambda: len(done) == len(requests), refuse=single)
         results = [translation_of(request, done[request.request_id]) for request in requests]
         if not single:

@@ -62,6 +62,11 @@ class TranslationIntake(Intake):
             )
         return self._languages
 
+    @property
+    def max_source_len(self) -> int:
+        """Positions of the encoder; tag and end token take two."""
+        return self._translator.max_source_len
+
     def prompt_ids(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Refused: a translation has a source and two languages in place of a prompt."""
         raise CapabilityError(
