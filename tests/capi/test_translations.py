@@ -307,12 +307,16 @@ def test_sampling_parameters_beside_beams(loaded: Any, kept: Kept) -> None:
     search, sampling = beams(), make("sampling", "sampling_create")
     request = kept.request(**GOOD, beam_search=search, sampling=sampling)
     match = "sampling and beam_search are both set; .* no meaning in a beam search"
-    refused("INVALID_ARGUMENT", match, "request_submit", loaded, request, ffi.new("atlas_request **"))
+    refused(
+        "INVALID_ARGUMENT", match, "request_submit", loaded, request, ffi.new("atlas_request **")
+    )
     call("beam_search_set", search, b"num_beams", b"2")
     call("beam_search_set", search, b"num_return", b"3")
     request = kept.request(**GOOD, beam_search=search)
     match = r"num_return is 3; allowed: 1 … num_beams \(2\)"
-    refused("INVALID_ARGUMENT", match, "request_submit", loaded, request, ffi.new("atlas_request **"))
+    refused(
+        "INVALID_ARGUMENT", match, "request_submit", loaded, request, ffi.new("atlas_request **")
+    )
     call("beam_search_set", search, b"num_return", b"2")
     match = "n, num_return or prompt_logprobs is set"
     refused("INVALID_ARGUMENT", match, "engine_generate", loaded, request, ffi.NULL, ffi.NULL)
@@ -403,7 +407,8 @@ def test_a_full_cache_is_the_requests_error(nllb_model: Path, kept: Kept) -> Non
         "KV_EXHAUSTED", "kv_tokens", "translate", engine, kept.texts(["Hello"]), 1,
         b"eng_Latn", b"deu_Latn", wide, results, 1,
     )  # fmt: skip
-    assert translated(engine, kept, ["Hello"], (small := beams(num_beams=1, max_tokens=3)))
+    small = beams(num_beams=1, max_tokens=3)
+    assert translated(engine, kept, ["Hello"], small)
     call("beam_search_free", wide)
     call("beam_search_free", small)
     call("engine_free", engine)

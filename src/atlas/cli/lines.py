@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import click
 
@@ -22,7 +22,7 @@ STANDARD = "-"
 AHEAD = 256  # lines in flight: enough to fill any sweep, and bounded for files of any size
 
 
-def opened(path: str, mode: str = "r") -> TextIO:
+def opened(path: str, mode: Literal["r", "w"] = "r") -> TextIO:
     """A file of text in UTF-8; ``-`` is standard input or output.
 
     Raises
@@ -45,12 +45,11 @@ def lines_of(path: str, file: TextIO) -> Iterator[str]:
     InvalidArgumentError
         The file is not UTF-8.
     """
-    number = 0
     try:
-        for number, line in enumerate(file, 1):
+        for line in file:
             yield line.rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise InvalidArgumentError(f"{path}, after line {number}: not UTF-8: {error}") from error
+        raise InvalidArgumentError(f"{path} is not UTF-8: {error}") from error
 
 
 def count_lines(paths: Sequence[str]) -> int | None:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -146,13 +146,13 @@ def _options(names: list[str]) -> str:
 def _require_apart(paths: tuple[str, ...], output: str) -> None:
     """Refuse to write over a file that is read."""
     for path in paths:
-        if STANDARD not in (path, output) and os.path.exists(path) and os.path.exists(output):
-            if os.path.samefile(path, output):
-                raise click.UsageError(f"{path} is --input and --output; allowed: two files")
+        files = STANDARD not in (path, output) and os.path.exists(path) and os.path.exists(output)
+        if files and os.path.samefile(path, output):
+            raise click.UsageError(f"{path} is --input and --output; allowed: two files")
 
 
 @contextmanager
-def _kept_open(path: str, mode: str = "r") -> Iterator[Any]:
+def _kept_open(path: str, mode: Literal["r", "w"] = "r") -> Iterator[Any]:
     """A file that is closed at the end; the standard streams stay open."""
     file = opened(path, mode)
     try:
