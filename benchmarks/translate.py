@@ -132,7 +132,8 @@ def compare(folder: Path, args: argparse.Namespace) -> None:
 
 def interleave(folder: Path, args: argparse.Namespace) -> None:
     """Eight greedy requests stream while one of 16 beams comes: how long their tokens wait."""
-    from atlas import BeamRequest, Engine  # type: ignore[attr-defined]
+    from atlas import Engine
+    from atlas.model.records import BeamRequest
 
     with Engine(folder / "weights", threads=args.threads, quiet=True, quantize="q8_0") as engine:
         for whole in (False, True):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from html import escape
 
+from atlas.config import ModelConfig
 from atlas.model.lifetime import Lifetime
 from atlas.model.load import LoadedModel
 
@@ -15,7 +16,7 @@ def describe(loaded: LoadedModel, path: str, format_name: str, reason: str) -> d
     core, plan = loaded.core, loaded.plan
     formats = Counter(loaded.formats.values())
     return {
-        "model": f"{core.config.architecture}, {core.config.num_layers} layers × "
+        "model": f"{core.config.architecture}, {_layers(core.config)} layers × "
         f"{core.config.hidden_size}",
         "file": f"{path} ({format_name})",
         "weights": ", ".join(f"{count} × {name}" for name, count in sorted(formats.items())),
@@ -25,6 +26,12 @@ def describe(loaded: LoadedModel, path: str, format_name: str, reason: str) -> d
         "device": f"{core.runtime.words} ({reason})",
         "state": _state(core.lifetime),
     }
+
+
+def _layers(config: ModelConfig) -> str:
+    if config.encoder is None:
+        return str(config.num_layers)
+    return f"{config.encoder.num_layers} + {config.num_layers}"
 
 
 def _state(lifetime: Lifetime) -> str:

@@ -712,8 +712,8 @@ class Engine:
         self,
         texts: str,
         *,
-        source: Language,
-        target: Language,
+        source: Language = ...,
+        target: Language = ...,
         params: BeamParams | SamplingParams | None = ...,
         **beam: Any,
     ) -> Translation: ...
@@ -722,8 +722,8 @@ class Engine:
         self,
         texts: Sequence[int],
         *,
-        source: Language,
-        target: Language,
+        source: Language = ...,
+        target: Language = ...,
         params: BeamParams | SamplingParams | None = ...,
         **beam: Any,
     ) -> Translation: ...
@@ -732,8 +732,8 @@ class Engine:
         self,
         texts: Sequence[Source],
         *,
-        source: Language,
-        target: Language,
+        source: Language = ...,
+        target: Language = ...,
         params: BeamParams | SamplingParams | None = ...,
         **beam: Any,
     ) -> list[Translation]: ...
@@ -741,8 +741,8 @@ class Engine:
         self,
         texts: Any,
         *,
-        source: Language,
-        target: Language,
+        source: Language = 0,
+        target: Language = 0,
         params: BeamParams | SamplingParams | None = None,
         **beam: Any,
     ) -> Translation | list[Translation]:
@@ -753,7 +753,8 @@ class Engine:
         texts : str, sequence of int, or sequence of these
             Texts, or ids of their subwords; language tag and end token are added here.
         source, target : str or int
-            Codes such as ``eng_Latn`` (:attr:`languages` lists them), or ids of their tags.
+            Codes such as ``eng_Latn`` (:attr:`languages` lists them), or ids of their tags; 0 is
+            what :meth:`set_default_languages` was given.
         params : BeamParams or SamplingParams, optional
             How to search, or how to draw samples instead. Default: beam search, four beams.
         **beam
@@ -781,8 +782,8 @@ class Engine:
         self,
         text: Source,
         *,
-        source: Language,
-        target: Language,
+        source: Language = 0,
+        target: Language = 0,
         params: BeamParams | SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
@@ -814,6 +815,11 @@ class Engine:
         )
         self._driver.submit(request, public=True)
         return request.request_id
+
+    def set_default_languages(self, source: Language, target: Language) -> None:
+        """The languages of requests that name none, here and where ``model`` is driven by hand."""
+        self._require_open()
+        self._translator("set_default_languages").intake.set_default_languages(source, target)
 
     @property
     def translates(self) -> bool:

@@ -90,6 +90,12 @@ class TranslationIntake(Intake):
             )
         return language
 
+    def set_default_languages(self, source: Language, target: Language) -> None:
+        """What the id 0 stands for from now on."""
+        core = self._translator
+        tags = core.languages(self.language_id(source), self.language_id(target))
+        core.default_languages = tags
+
     def subwords(self, source: Source) -> list[int]:
         """A source's ids without tag and end token."""
         if isinstance(source, str):

@@ -104,7 +104,7 @@ def _unpadded(ids: list[int]) -> list[int]:
 
 
 def build(
-    directory: str | Path, *, dtype: torch.dtype = torch.float32, seed: int = 7, **shapes: Any
+    directory: str | Path, *, dtype: torch.dtype = torch.float32, seed: int = 8, **shapes: Any
 ) -> ReferenceTranslator:
     """Make a model and save it in `directory`; the same arguments always give the same weights.
 
@@ -138,10 +138,11 @@ def build(
             elif name.endswith(".bias"):
                 parameter.normal_(0.0, 0.3)
             elif "shared" in name or "lm_head" in name:
-                parameter.normal_(0.0, 0.02)
+                parameter.normal_(0.0, 0.03)
             else:
                 parameter.normal_(0.0, 0.15)
         model.model.shared.weight[PAD] = 0.0
+        model.model.shared.weight[START] *= 2.5  # also the end token: some translations end
         for half in (model.model.encoder, model.model.decoder):  # one embedding, tied or not
             half.embed_tokens.weight.copy_(model.model.shared.weight)
     folder = Path(directory)

@@ -114,17 +114,46 @@ def test_no_repeat_ngram(
     require_equal(got, want[0])
 
 
+@pytest.mark.parametrize("early_stopping", STOPPING)
 @pytest.mark.parametrize("num_beams", [1, 2, 4, 16])
-def test_a_padded_batch(engine: Engine, reference: ReferenceTranslator, num_beams: int) -> None:
+def test_a_padded_batch(
+    engine: Engine, reference: ReferenceTranslator, num_beams: int, early_stopping: Any
+) -> None:
     """The reference pads sources to one length; ours run ragged, all in one sweep."""
     sources = [reference.text(length, seed=3) for length in (1, 5, 17, 40)]
-    got = engine.translate(
-        sources, source=SOURCE, target=TARGET, num_beams=num_beams, max_tokens=12
-    )
-    want = reference.translate(sources, 12, num_beams, early_stopping=False)
-    for ours, (theirs,) in zip(got, want, strict=True):
-        assert list(ours.token_ids) == [token for token in theirs[0] if token != START]
-        assert theirs[1] is None or ours.score == pytest.approx(theirs[1], abs=1e-4)
+    for penalty in PENALTIES:
+        options = {"length_penalty": penalty, "early_stopping": early_stopping}
+        got = engine.translate(
+            sources, source=SOURCE, target=TARGET, num_beams=num_beams, max_tokens=12, **options
+        )
+        want = reference.translate(sources, 12, num_beams, **options)
+        for ours, (theirs,) in zip(got, want, strict=True):
+            assert list(ours.token_ids) == [token for token in theirs[0] if token != START]
+            assert theirs[1] is None or ours.score == pytest.approx(theirs[1], abs=1e-4)
+
+
+def test_the_cases_tell_the_options_apart(engine: Engine, reference: ReferenceTranslator) -> None:
+    """Some hypotheses end early, and each option changes some result."""
+    sources = [reference.text(length, seed=3) for length in range(1, 30)]
+
+    def results(**options: Any) -> list[Any]:
+        found = engine.translate(
+            sources, source=SOURCE, target=TARGET, num_beams=4, num_return=2, max_tokens=12,
+            **options,
+        )  # fmt: skip
+        return [[h.token_ids for h in t.hypotheses] + [t.finish_reason] for t in found]
+
+    plain = results()
+    assert {row[-1] for row in plain} == {"stop", "length"}
+    assert len({str(row) for row in plain}) > 10
+    for options in (
+        {"length_penalty": 0.6},
+        {"length_penalty": 1.4},
+        {"early_stopping": True},
+        {"early_stopping": "never"},
+        {"no_repeat_ngram": 2},
+    ):
+        assert results(**options) != plain, options
 
 
 @pytest.mark.parametrize("shapes", [{}, {"scale_embedding": False, "d_model": 40}], ids=str)

@@ -53,6 +53,13 @@ def architecture_rows(config: ModelConfig) -> Iterator[tuple[str, str]]:
     """The model's shapes in words."""
     num_weights = _num_weights(config)
     yield "architecture", f"{config.architecture}, {num_weights / 1e6:,.1f} M weights"
+    if config.encoder is not None:
+        encoder = config.encoder
+        yield (
+            "encoder",
+            f"{encoder.num_layers} layers, {encoder.num_heads} heads, mlp "
+            f"{encoder.intermediate_size}, sources of up to {encoder.max_source_len:,} tokens",
+        )
     yield "layers", f"{config.num_layers} × hidden size {config.hidden_size}"
     yield (
         "attention",
@@ -78,6 +85,9 @@ def architecture_rows(config: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "mlp", f"{config.intermediate_size}, {config.activation}"
     head = "head tied to the embedding" if config.tie_embeddings else "head of its own"
     yield "vocabulary", f"{config.vocab_size:,}, {head}"
+    if config.encoder is not None:
+        yield "context", f"{config.max_seq_len:,} sinusoidal positions"
+        return
     scaling = "" if config.rope.scaling == "none" else f", {config.rope.scaling} scaling"
     yield "context", f"{config.max_seq_len:,} positions, RoPE base {config.rope.theta:,g}{scaling}"
 
