@@ -16,6 +16,8 @@ from tests.helpers import translation_model
 from tests.helpers.translation_model import ReferenceTranslator
 from tests.text.vocabularies import training_lines
 
+transformers.logging.disable_progress_bar()
+
 CODES = ("ace_Arab", "deu_Latn", "eng_Latn", "fra_Latn", "jpn_Jpan", "zho_Hans", "zho_Hant")
 _LINES = ("Grüße aus Köln, naïve café.", "日本語のテキストです。", "Où est la gare ?") * 20
 
