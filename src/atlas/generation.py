@@ -232,6 +232,11 @@ class Generation:
         self.finish_reason, self.error = "error", error
         return self._delta("")
 
+    def cut(self) -> Delta:
+        """End the sample because no token may follow."""
+        self.finish_reason = "length"
+        return self._delta("")
+
     def cancel(self) -> Delta:
         """End the sample because nobody wants the rest."""
         self.finish_reason = "cancelled"

@@ -309,6 +309,10 @@ class TranslationLoop:
         if search.num_beams > 1:
             hypotheses = search.best(len(request.generations))
             deltas = [request.take(i, found) for i, found in enumerate(hypotheses)]
+            for generation in request.generations[len(hypotheses) :]:
+                deltas.append(
+                    generation.fail(AtlasError(f"the search found {len(hypotheses)} hypotheses"))
+                )
             self.recorder.result(request, request.num_tokens, clock)
             self._report(request, list(enumerate(deltas)), clock)
 
@@ -324,6 +328,8 @@ class TranslationLoop:
             deltas.append(generation.push(Sampled(token)))
             self.recorder.token(request, generation, clock)
             generation.last_token_s = clock
+        if search.done and not generation.finished:
+            deltas.append(generation.cut())
         if deltas:
             self._report(request, [(0, joined(deltas))], clock)
 

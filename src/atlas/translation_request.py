@@ -50,7 +50,10 @@ class TranslationRequest(LiveRequest):
         """Keep a whole hypothesis as a generation; what the generation gives out."""
         generation = self.generations[index]
         generation.score = hypothesis.score
-        return joined([generation.push(Sampled(token)) for token in hypothesis.token_ids])
+        deltas = [generation.push(Sampled(token)) for token in hypothesis.token_ids]
+        if not generation.finished:  # it ended because nothing may follow
+            deltas.append(generation.cut())
+        return joined(deltas)
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:

@@ -340,3 +340,14 @@ def test_a_translator_does_not_generate(engine: Engine, tmp_path: Path) -> None:
     for call in refused:
         with pytest.raises(CapabilityError, match="translation model"):
             call()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_vocabulary_used_up(engine: Engine, num_beams: int) -> None:
+    """No word may occur twice, and there are not as many as positions."""
+    found = engine.translate(
+        [20, 21], num_beams=num_beams, max_tokens=125, no_repeat_ngram=1, **LANGUAGES
+    )
+    assert len(set(found.token_ids)) == len(found.token_ids) <= 118
+    assert found.finish_reason == "length"
+    assert not engine.has_unfinished()

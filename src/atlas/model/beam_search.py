@@ -129,6 +129,12 @@ class BeamSearch:
             elif len(going) < self.num_beams:
                 longer = Running((*self.running[parent].token_ids, token), log_prob)
                 going.append((Continuation(parent, token), longer))
+        if not best:  # n-grams forbid every continuation: the search stands as it is
+            self.ended += [
+                Ended(beam.token_ids, self._score(beam.log_prob, length - 1))
+                for beam in self.running
+            ]
+            self._keep_best()
         self.done = at_limit or not going or self._is_over(going[0][1].log_prob, length)
         self.running = [] if self.done else [beam for _, beam in going]
         return [] if self.done else [continuation for continuation, _ in going]
@@ -147,10 +153,17 @@ class BeamSearch:
 
     def _end(self, parent: int, token: int, log_prob: np.float32, length: int) -> None:
         """Keep an ended hypothesis if it is among the best."""
-        score = log_prob / np.float32(length**self._length_penalty)
-        self.ended.append(Ended((*self.running[parent].token_ids, token), score))
+        tokens = (*self.running[parent].token_ids, token)
+        self.ended.append(Ended(tokens, self._score(log_prob, length)))
+        self._keep_best()
+
+    def _keep_best(self) -> None:
         self.ended.sort(key=lambda ended: -ended.score)  # stable: the earlier of equal ones first
         del self.ended[self.num_beams :]
+
+    def _score(self, log_prob: np.float32, length: int) -> np.float32:
+        """Σ log p over a power of the length, in float32."""
+        return np.float32(log_prob / np.float32(length**self._length_penalty))
 
     def _is_over(self, best_running: np.float32, length: int) -> bool:
         """Whether nothing that still runs is to change the result."""
@@ -160,7 +173,7 @@ class BeamSearch:
             return True
         grows = self._early_stopping == "never" and self._length_penalty > 0
         at = self._max_len if grows else length
-        return not best_running / np.float32(at**self._length_penalty) > self.ended[-1].score
+        return not self._score(best_running, at) > self.ended[-1].score
 
     def chosen(self) -> tuple[int, ...]:
         """What the best running hypothesis, or with the search done the best of all, has chosen."""
