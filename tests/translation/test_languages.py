@@ -94,7 +94,26 @@ def test_translations_are_those_of_transformers(
         )
         want = folder.translate(text, "eng_Latn", target, num_beams=num_beams, max_new_tokens=17)
         assert [got.text] == want
+        assert got.text
         assert not set(got.token_ids) & {2, *map(translator.languages.token_id, CODES)}
+
+
+def test_translations_that_end(tmp_path: Path) -> None:
+    ending = nllb.build(tmp_path / "model", seed=6)
+    reasons = []
+    with Engine(ending.directory, threads=1, quiet=True) as engine:
+        for target in ("deu_Latn", "fra_Latn"):
+            for num_beams in (1, 4):
+                got = engine.translate(
+                    "Hello world", source="eng_Latn", target=target, num_beams=num_beams,
+                    max_tokens=16,
+                )  # fmt: skip
+                reasons.append(got.finish_reason)
+                assert [got.text] == ending.translate(
+                    "Hello world", "eng_Latn", target, num_beams=num_beams, max_new_tokens=17
+                )
+                assert 2 not in got.token_ids
+    assert {"stop", "length"} == set(reasons)
 
 
 def test_legacy_translations_are_those_of_transformers(
