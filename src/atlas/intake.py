@@ -132,6 +132,7 @@ class Intake:
             max_seq_len=self._core.limits.max_seq_len,
             sample_index=index,
             weights=self._weights,
+            device_samples=self._core.runtime.samples,
         )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from atlas.errors import AtlasError, KvExhausted
+from atlas.errors import AtlasError, KvExhausted, NonFiniteLogitsError
 from atlas.generation import Generation
 from atlas.interrupts import interrupts_deferred
 from atlas.live_request import LiveRequest
@@ -270,7 +270,7 @@ class TranslationLoop:
             assert isinstance(entry.decode, SampleDecode)
             chosen.append(
                 [
-                    (generation, generation.choose(rows[row + i], int(greedy[row + i])))
+                    (generation, _choose(generation, rows[row + i], int(greedy[row + i])))
                     for generation, i in entry.decode.choosers()
                 ]
             )
@@ -355,6 +355,14 @@ class TranslationLoop:
         request.first_token_s = request.first_token_s or clock - request.submitted_s
         for index, delta in deltas:
             request.report(index, delta)
+
+
+def _choose(generation: Generation, row: Floats, greedy: int) -> Sampled | AtlasError:
+    if generation.needs_logits:
+        return generation.choose_safely(row)
+    if greedy < 0:
+        return NonFiniteLogitsError("the model's logits hold NaN or infinity")
+    return Sampled(greedy)
 
 
 def _search(core: TranslatorCore, request: TranslationRequest) -> BeamSearch:
