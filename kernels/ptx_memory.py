@@ -59,6 +59,9 @@ fence_device = instruction("", "", "fence.acq_rel.gpu;")
 atomic_add_b32 = instruction("r", "l r", "atom.global.add.u32 $0, [$1], $2;")
 """(address, value) → what was there before."""
 
+atomic_add_shared_b32 = instruction("r", "r r", "atom.shared.add.u32 $0, [$1], $2;")
+"""The same in shared memory."""
+
 prefetch_l2 = instruction("", "l", "prefetch.global.L2 [$0];")
 """Ask for the cache line of an address; allowed before ``wait_prerequisites`` for constants."""
 

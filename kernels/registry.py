@@ -31,6 +31,8 @@ MODULES = (
     "moe_sort",
     "norm",
     "rope",
+    "sampling",
+    "sampling_choose",
 )
 """The files that declare kernels."""
 

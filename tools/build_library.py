@@ -12,6 +12,7 @@ Everything lands in the package, so that a wheel carries it::
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -81,7 +82,12 @@ def shared_library_name(version: str) -> str:
 
 
 class BuildNative(build_ext):
-    """Builds the extensions, then the C library beside them."""
+    """Builds the extensions, as many at a time as there are CPUs, then the C library."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.parallel is None:
+            self.parallel = len(os.sched_getaffinity(0))
 
     def run(self) -> None:
         super().run()

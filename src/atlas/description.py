@@ -12,7 +12,7 @@ from atlas.model.load import LoadedModel
 
 
 def describe(loaded: LoadedModel, path: str, format_name: str, reason: str) -> dict[str, str]:
-    """Short texts by name: model, file, weights, memory, sequence, device, state."""
+    """Short texts by name: model, file, weights, memory, sequence, device, sampling, state."""
     core, plan = loaded.core, loaded.plan
     formats = Counter(loaded.formats.values())
     return {
@@ -24,6 +24,9 @@ def describe(loaded: LoadedModel, path: str, format_name: str, reason: str) -> d
         f"{plan.kv_pool / 2**20:.0f} MiB KV ({loaded.kv_dtype})",
         "sequence": f"up to {core.limits.max_seq_len} positions",
         "device": f"{core.runtime.words} ({reason})",
+        "sampling": "on the device, but for parameters that metrics() counts as host_sampled"
+        if core.runtime.samples
+        else "on the host",
         "state": _state(core.lifetime),
     }
 

@@ -8,14 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.errors import (
-    AtlasError,
-    CallbackError,
-    InvalidArgumentError,
-    NonFiniteLogitsError,
-)
+from atlas.errors import AtlasError, CallbackError, InvalidArgumentError
 from atlas.request import Delta, FinishReason, Sample, TokenLogprob
 from atlas.sampler import Sampled, Sampler, needs_logits
+from atlas.sampling_table import Draw, host_reason
 from atlas.stops import TextStream
 
 if TYPE_CHECKING:
@@ -43,6 +39,17 @@ class Generation:
         The sampler's exponential (``Sampler``).
     continues : bool
         The text goes on where the prompt's ends; a translation's begins afresh.
+    device_samples : bool
+        Whether the device chooses tokens where it can, or only takes the plain argmax.
+
+    Attributes
+    ----------
+    needs_logits : bool
+        The host chooses the tokens.
+    draws_on_device : bool
+        The device does, with these parameters.
+    host_reason : str or None
+        Why the host does although the device could for other parameters.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class Generation:
         sample_index: int = 0,
         weights: Weights | None = None,
         continues: bool = True,
+        device_samples: bool = False,
     ) -> None:
         self.params = params
         self.index = sample_index
@@ -78,8 +86,14 @@ class Generation:
             sample_index=sample_index,
             **extra,
         )
-        self.needs_logits = needs_logits(params)
         self._room = max_seq_len - len(prompt_ids)
+        self.host_reason: str | None = None
+        self.needs_logits, self.draws_on_device = needs_logits(params), False
+        if self.needs_logits and device_samples:
+            num_ids = len(set(prompt_ids)) + self.max_tokens
+            self.host_reason = host_reason(params, num_ids, vocab_size)
+            self.draws_on_device = self.host_reason is None
+            self.needs_logits = not self.draws_on_device
         self._text = None
         self._hold_stops = params.min_tokens  # stop strings count from here on
         if tokenizer is not None:
@@ -149,27 +163,20 @@ class Generation:
             row = row.copy()  # the user's code may run this engine, which reuses the arena
         return self._sampler.sample(row, self.num_prompt_tokens + self.num_tokens)
 
-    def choose(self, row: NDArray[np.float32], greedy: int | None) -> Sampled | AtlasError:
-        """The next token, or what ends the sample in its place.
-
-        Parameters
-        ----------
-        row : float32 [C]
-        greedy : int, optional
-            The row's argmax, −1 where it is not finite; read unless ``needs_logits``.
-        """
+    def choose_safely(self, row: NDArray[np.float32]) -> Sampled | AtlasError:
+        """:meth:`choose_from`, or the error that ends the sample in the token's place."""
         try:
-            if self.needs_logits:
-                return self.choose_from(row)
+            return self.choose_from(row)
         except AtlasError as error:
             return error
         except Exception as error:
             fault = CallbackError(f"logits_processor raised {error!r}")
             fault.__cause__ = error
             return fault
-        if greedy is None or greedy < 0:
-            return NonFiniteLogitsError("the model's logits hold NaN or infinity")
-        return Sampled(greedy)
+
+    def draw(self, logits_row: int, fed_row: int = -1) -> Draw:
+        """What the device needs to choose the next token itself (``Sampler.draw``)."""
+        return self._sampler.draw(logits_row, fed_row)
 
     def push(self, sampled: Sampled) -> Delta:
         """Keep a chosen token; finishes the sample when it is an end, a stop or the last one."""

@@ -134,6 +134,7 @@ class Intake:
             sample_index=index,
             weights=self._weights,
             continues=self._continues,
+            device_samples=self._core.runtime.samples,
         )
 
 

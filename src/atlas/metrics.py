@@ -69,6 +69,9 @@ class Metrics:
         Of prompts that are done, those of them that a prefix cache gave, and sampled ones.
     finished : mapping of str to int
         Samples by finish reason.
+    host_sampled : mapping of str to int
+        Samples whose tokens the host chooses although the device chooses others', by the
+        parameters that ask for it. They keep steps from being launched ahead.
     time_to_first_token_s, inter_token_s, request_s : Histogram
         From submit to the first token; between two tokens of a sample; from submit to a
         request's end.
@@ -88,6 +91,7 @@ class Metrics:
     cached_tokens: int
     generated_tokens: int
     finished: Mapping[str, int]
+    host_sampled: Mapping[str, int]
     time_to_first_token_s: Histogram
     inter_token_s: Histogram
     request_s: Histogram
@@ -117,9 +121,16 @@ class Recorder:
         self._lock = threading.Lock()
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
         self._finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self._host_sampled: Counter[str] = Counter()
         self._first = LatencyCounts()
         self._between = LatencyCounts()
         self._whole = LatencyCounts()
+
+    def begin(self, request: LiveRequest) -> None:
+        """A request was queued."""
+        reasons = [g.host_reason for g in request.generations if g.host_reason is not None]
+        with self._lock:
+            self._host_sampled.update(reasons)
 
     def token(self, request: LiveRequest, generation: Generation, now: float) -> None:
         """A sample has a new token at ``now`` (``perf_counter``)."""
@@ -165,6 +176,7 @@ class Recorder:
                 cached_tokens=self._cached_tokens,
                 generated_tokens=self._generated_tokens,
                 finished=MappingProxyType(dict(self._finished)),
+                host_sampled=MappingProxyType(dict(self._host_sampled)),
                 time_to_first_token_s=self._first.read(),
                 inter_token_s=self._between.read(),
                 request_s=self._whole.read(),
@@ -210,6 +222,12 @@ def openmetrics(metrics: Metrics) -> str:
             "counter",
             "Samples that ended, by reason.",
             _by("reason", metrics.finished, "_total"),
+        ),
+        _family(
+            "samples_on_host",
+            "counter",
+            "Samples whose tokens the host chooses and not the device, by parameters.",
+            _by("parameters", metrics.host_sampled, "_total"),
         ),
         _latency("time_to_first_token", "From submit to it.", metrics.time_to_first_token_s),
         _latency("inter_token", "Between two tokens of a sample.", metrics.inter_token_s),

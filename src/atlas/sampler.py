@@ -20,6 +20,7 @@ from atlas.ops.elementary import F32, exp32, tree_sum
 from atlas.ops.random import Purpose, uniform
 from atlas.ops.sampling import Candidates, Sampled, draw, logprobs
 from atlas.sampling import SamplingParams
+from atlas.sampling_table import Draw, RowEdits, penalizes
 
 __all__ = ["Sampled", "Sampler", "needs_logits", "score_token"]
 
@@ -35,15 +36,7 @@ def _adjusts(params: SamplingParams) -> bool:
         params.logits_processor is not None
         or bool(params.logit_bias or params.bad_words or params.min_tokens)
         or params.dry_multiplier > 0.0
-        or _penalizes(params)
-    )
-
-
-def _penalizes(params: SamplingParams) -> bool:
-    return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
+        or penalizes(params)
     )
 
 
@@ -98,6 +91,11 @@ class TokenCounts:
             self._ids[slot] = token_id
             self._size += 1
         self._counts[slot] += count
+
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.bool_], F32]:
+        """Different ids, whether each is in the prompt, and how often in the output: views."""
+        size = self._size
+        return self._ids[:size], self._in_prompt[:size], self._counts[:size]
 
     def penalize(self, row: F32, params: SamplingParams) -> None:
         """Apply the repetition, presence and frequency penalties to the ids that occurred."""
@@ -158,7 +156,8 @@ class Sampler:
             raise InvalidArgumentError(f"prompt id is {outside}; allowed: 0 … {vocab_size - 1}")
         self._history = np.concatenate([history, np.zeros(64, np.int64)])
         self._prompt_len = self._len = history.size
-        self._counts = TokenCounts(history) if _penalizes(params) else None
+        self._counts = TokenCounts(history) if penalizes(params) else None
+        self._edits: RowEdits | None = None
         self._adjusts = _adjusts(params)
         self._is_breaker = np.zeros(vocab_size if params.dry_multiplier else 0, np.bool_)
         if params.dry_multiplier:
@@ -224,6 +223,23 @@ class Sampler:
             for token_id in self._history[new_len : self._len].tolist():
                 self._counts.add(token_id, -1)
         self._len = new_len
+
+    def draw(self, logits_row: int, fed_row: int = -1) -> Draw:
+        """What a device must know to choose the next token, or the one after it.
+
+        Parameters
+        ----------
+        logits_row : int
+        fed_row : int
+            Where the device reads a token that comes before and was not observed; −1: none does.
+        """
+        if self._edits is None:
+            self._edits = RowEdits(self.params, self._ending_ids, self._counts)
+        position = self._len + (fed_row >= 0)
+        below_min = position - self._prompt_len < self.params.min_tokens
+        return Draw(
+            self.params, logits_row, position, self.sample_index, self._edits, below_min, fed_row
+        )
 
     def sample(self, logits: F32, position: int, mask: NDArray[np.int32] | None = None) -> Sampled:
         """Choose the next token; the caller passes it to `observe` if it keeps it.

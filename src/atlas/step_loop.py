@@ -37,10 +37,10 @@ from atlas.model.records import PADDED_BATCH_SIZES
 from atlas.model.step_result import StepResult
 from atlas.request import Delta, TokenLogprob
 from atlas.sampler import Sampled, score_token
+from atlas.sampling_table import Draw
 from atlas.scheduling import SchedulingOptions
 
 Choice = tuple[Generation, Sampled | AtlasError]
-_NOBODYS = np.empty(0, np.float32)  # the logits of a greedy choice that the device made
 
 
 @dataclass(slots=True, eq=False)
@@ -55,12 +55,15 @@ class Flight:
         None until it is launched, and for a plan that only moves blocks.
     error : BaseException, optional
         What broke the launch off.
+    drawn : frozenset of int
+        Logits rows whose token the device chooses with a request's parameters.
     """
 
     plan: Plan
     lost: dict[int, AtlasError] | None = None
     result: StepResult | None = None
     error: BaseException | None = None
+    drawn: frozenset[int] = frozenset()
 
 
 class StepLoop:
@@ -135,6 +138,7 @@ class StepLoop:
         )
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs.append(TokenLogprob(request.prompt_ids[0], None))
+        self.recorder.begin(request)
         self.track(request, 0, handle)
 
     def cancel(self, request: LiveRequest, error: AtlasError | None = None) -> None:
@@ -246,10 +250,13 @@ class StepLoop:
         plan = flight.plan
         flight.lost = self.store.perform(plan)
         if plan.num_seqs:
+            draws = self._draws(plan) if self.core.runtime.samples else []
+            flight.drawn = frozenset(draw.logits_row for draw in draws)
             flight.result = self.core.launch_plan(
                 plan,
                 wants_tokens=self._wants_tokens(plan),
                 host_rows=self._host_rows(plan) if self.depth > 1 else (),
+                draws=draws,
                 before=before,
             )
 
@@ -329,10 +336,8 @@ class StepLoop:
             row = first + num_logits - 1
             for generation in self._due(request, index, kind):
                 assert result is not None
-                needs = generation.needs_logits
-                token = None if needs else int(result.tokens()[row])
-                logits = result.logits(row) if needs else _NOBODYS
-                chosen[-1].append((generation, generation.choose(logits, token)))
+                drawn = row in flight.drawn
+                chosen[-1].append((generation, self._choose(generation, row, result, drawn)))
         return chosen
 
     def _due(self, request: LiveRequest, index: int, kind: int) -> list[Generation]:
@@ -340,6 +345,17 @@ class StepLoop:
         if kind != EntryKind.PROMPT:
             return [request.generations[index]]
         return [g for g in request.generations if not g.num_tokens and not g.finished]
+
+    def _choose(
+        self, generation: Generation, row: int, result: StepResult, drawn: bool
+    ) -> Sampled | AtlasError:
+        if generation.needs_logits or (generation.draws_on_device and not drawn):
+            return generation.choose_safely(result.logits(row))
+        token = int(result.tokens()[row])
+        if token < 0:
+            what = " after bias and penalties" if drawn else ""
+            return NonFiniteLogitsError(f"the model's logits hold NaN or infinity{what}")
+        return Sampled(token)
 
     def _keep_all(self, flight: Flight, choices: list[list[Choice]]) -> None:
         """Keep the tokens, tell the scheduler, then tell the clients."""
@@ -415,18 +431,38 @@ class StepLoop:
     def _host_rows(self, plan: Plan) -> list[int]:
         """Logits rows that the host will read: to sample, or to score prompt tokens."""
         rows: list[int] = []
-        columns = ("handle", "first_logits", "num_logits")
-        for handle, first, count in zip(
+        columns = ("handle", "kind", "first_logits", "num_logits")
+        for handle, kind, first, count in zip(
             *(plan.entries[name].tolist() for name in columns), strict=True
         ):
             if handle not in self._by_handle or not count:
                 continue
-            request = self._by_handle[handle][0]
+            request, index = self._by_handle[handle]
+            generation = request.generations[0]
             if request.params.prompt_logprobs is not None:
                 rows += range(first, first + count)
-            elif request.generations[0].needs_logits:
+            elif generation.needs_logits or (
+                generation.draws_on_device and len(self._due(request, index, kind)) > 1
+            ):
                 rows.append(first + count - 1)
         return rows
+
+    def _draws(self, plan: Plan) -> list[Draw]:
+        """Tokens that the device chooses with a request's parameters.
+
+        Where several samples begin with one row, each draws from it, and the host does that.
+        """
+        draws: list[Draw] = []
+        entries = plan.entries
+        columns = ("handle", "kind", "flags", "first_logits", "num_logits", "first_row", "source")
+        rows = zip(*(entries[name].tolist() for name in columns), strict=True)
+        for handle, kind, flags, first, count, first_row, source in rows:
+            if not flags & EntryFlag.SAMPLES or handle not in self._by_handle:
+                continue
+            due = self._due(*self._by_handle[handle], kind)
+            if len(due) == 1 and due[0].draws_on_device:
+                draws.append(due[0].draw(first + count - 1, first_row if source >= 0 else -1))
+        return draws
 
     def _note_prompts(self, flight: Flight) -> dict[int, AtlasError]:
         """Cached tokens of prompts that began, and scores of prompt tokens; faults by handle."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from atlas.errors import AtlasError, KvExhausted
+from atlas.errors import AtlasError, KvExhausted, NonFiniteLogitsError
 from atlas.generation import Generation
 from atlas.interrupts import interrupts_deferred
 from atlas.live_request import LiveRequest
@@ -86,6 +86,7 @@ class TranslationLoop:
         self._running: list[Running] = []
         self._num_added = 0
         self._num_preemptions = 0
+        self._is_short = False  # a preempted request waits for another to end
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -116,6 +117,7 @@ class TranslationLoop:
     def _drop(self, running: Running) -> None:
         self._running.remove(running)
         running.decode.release()
+        self._is_short = False
 
     @property
     def has_unfinished(self) -> bool:
@@ -160,8 +162,11 @@ class TranslationLoop:
         """Encode waiting sources, best rank first, while rows and blocks last.
 
         A source that would not fit holds those behind it back: a wide search is not overtaken for
-        ever by narrow ones. While others run, only so many tokens are encoded in a step.
+        ever by narrow ones. While others run, only so many tokens are encoded in a step, and none
+        after a preemption, until a request has ended.
         """
+        if self._is_short and self._running:
+            return
         rows = self._max_rows - sum(entry.request.num_rows for entry in self._running)
         blocks = self.core.blocks.num_free
         blocks -= sum(entry.decode.blocks_needed() for entry in self._running)
@@ -231,6 +236,7 @@ class TranslationLoop:
     def _preempt(self, running: Running) -> None:
         """Let a request wait again; it is computed anew, with the same result."""
         self._drop(running)
+        self._is_short = True
         self._waiting.append((*running.rank, running.request))
         self._num_preemptions += 1
 
@@ -270,7 +276,7 @@ class TranslationLoop:
             assert isinstance(entry.decode, SampleDecode)
             chosen.append(
                 [
-                    (generation, generation.choose(rows[row + i], int(greedy[row + i])))
+                    (generation, _choose(generation, rows[row + i], int(greedy[row + i])))
                     for generation, i in entry.decode.choosers()
                 ]
             )
@@ -355,6 +361,14 @@ class TranslationLoop:
         request.first_token_s = request.first_token_s or clock - request.submitted_s
         for index, delta in deltas:
             request.report(index, delta)
+
+
+def _choose(generation: Generation, row: Floats, greedy: int) -> Sampled | AtlasError:
+    if generation.needs_logits:
+        return generation.choose_safely(row)
+    if greedy < 0:
+        return NonFiniteLogitsError("the model's logits hold NaN or infinity")
+    return Sampled(greedy)
 
 
 def _search(core: TranslatorCore, request: TranslationRequest) -> BeamSearch:

@@ -17,6 +17,7 @@ from tests.text.vocabularies import write_folder
 
 VOCAB_SIZE = 203
 EOS = 2
+HEAD_DIM = 64 if os.environ.get("ATLAS_DEVICE") == "cuda" else 16  # the least that kernels take
 _CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -25,6 +26,7 @@ _CONFIG: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": HEAD_DIM,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
@@ -49,10 +51,10 @@ def weights(vocab_size: int, seed: int = 0) -> dict[str, NDArray[np.float32]]:
     for i in range(2):
         prefix = f"model.layers.{i}."
         for name, shape in {
-            "self_attn.q_proj": (64, 64),
-            "self_attn.k_proj": (32, 64),
-            "self_attn.v_proj": (32, 64),
-            "self_attn.o_proj": (64, 64),
+            "self_attn.q_proj": (4 * HEAD_DIM, 64),
+            "self_attn.k_proj": (2 * HEAD_DIM, 64),
+            "self_attn.v_proj": (2 * HEAD_DIM, 64),
+            "self_attn.o_proj": (64, 4 * HEAD_DIM),
             "mlp.gate_proj": (96, 64),
             "mlp.up_proj": (96, 64),
             "mlp.down_proj": (64, 96),

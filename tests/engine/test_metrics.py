@@ -269,8 +269,10 @@ def test_any_numbers_make_a_valid_text(counts: list[int], total_s: float, number
     numbers: Any = [number] * 6
     metrics = Metrics(
         *numbers, number, {"cold": number}, number, number, number, number, number,
-        {"stop": number}, histogram, histogram, histogram,
+        {"stop": number}, {"top_n_sigma, logprobs": number}, histogram, histogram, histogram,
     )  # fmt: skip
     families = parse(openmetrics(metrics))
     assert families["atlas_request_seconds"][1]["_count"] == sum(counts)
     assert families["atlas_request_seconds"][1]["_sum"] == total_s
+    on_host = families["atlas_samples_on_host"][1]
+    assert on_host == {'_total{parameters="top_n_sigma, logprobs"}': number}

@@ -209,7 +209,7 @@ class _Block:
         elif name == "cp":
             self._copy(opcode, operands, active)
         elif name == "atom":
-            self._atomic_add(operands, active)
+            self._atomic_add(parts[1], operands, active)
         elif name == "shfl":
             warps_of(active)
             lane, own = self._read(operands[2]).astype(np.int64), np.arange(active.size)
@@ -369,14 +369,17 @@ class _Block:
         else:
             self.barriers.wait(addresses, numbers, self.shared)
 
-    def _atomic_add(self, operands: list[str], active: Array) -> None:
+    def _atomic_add(self, space: str, operands: list[str], active: Array) -> None:
         old = np.zeros(self.pc.size, np.uint64)
+        addresses, addends = self._address(operands[1]), self._read(operands[2])
         for thread in np.flatnonzero(active):
-            at = self.memory.indices(self._address(operands[1])[[thread]], 4)[0]
-            word = self.memory.data[at].view(np.uint32)
+            if space == "shared":
+                data, at = self.shared, int(addresses[thread]) + np.arange(4)
+            else:
+                data, at = self.memory.data, self.memory.indices(addresses[[thread]], 4)[0]
+            word = data[at].view(np.uint32)
             old[thread] = word[0]
-            total = word + self._read(operands[2])[thread].astype(np.uint32)
-            self.memory.data[at] = total.view(np.uint8)
+            data[at] = (word + addends[thread].astype(np.uint32)).view(np.uint8)
         self._write(operands[0], old, active)
 
 
@@ -427,6 +430,14 @@ def _fused(a: Array, b: Array, c: Array, down: bool) -> Array:
     )
 
 
+_POWERS = np.uint32(1) << np.arange(32, dtype=np.uint32)
+
+
+def _bits_of(value: Array) -> Array:
+    """The 32 bits of each word, lowest first."""
+    return value[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1)
+
+
 _COMPARE: dict[str, Callable[..., Array]] = {
     "eq": np.equal,
     "ne": np.not_equal,
@@ -437,6 +448,11 @@ _COMPARE: dict[str, Callable[..., Array]] = {
     "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
     "nan": lambda a, b: np.isnan(a) | np.isnan(b),
     "leu": lambda a, b: ~(a > b),
+    "geu": lambda a, b: ~(a < b),
+    "ltu": lambda a, b: ~(a >= b),
+    "gtu": lambda a, b: ~(a <= b),
+    "neu": np.not_equal,
+    "equ": lambda a, b: ~((a < b) | (a > b)),
 }
 _BINARY: dict[str, Callable[..., Array]] = {
     "add": np.add,
@@ -456,6 +472,8 @@ _UNARY: dict[str, Callable[..., Array]] = {
     "neg": np.negative,
     "not": np.invert,
     "popc": np.bitwise_count,
+    "brev": lambda x: _bits_of(x)[:, ::-1] @ _POWERS,
+    "clz": lambda x: 32 - (np.frexp(x.astype(np.float64))[1]),
     "sqrt": np.sqrt,
     "rsqrt": lambda x: np.float32(1) / np.sqrt(x),
     "rcp": lambda x: np.float32(1) / x,

@@ -101,3 +101,13 @@ def test_every_call_refuses_a_foreign_stream(model: Model) -> None:
             with pytest.raises(StaleHandleError, match="stream"):
                 call()
     assert view.numpy().shape[0] == 1
+
+
+@pytest.mark.contract("streams.handle")
+def test_the_backend_s_own_handle(model: Model) -> None:
+    """0 on the CPU, for every stream of the model; a foreign one has none."""
+    assert model.streams.handle(model.streams.default) == 0
+    assert model.streams.handle(model.streams.create_stream()) == 0
+    stream, _ = foreign_handles(model)
+    with pytest.raises(StaleHandleError, match="stream"):
+        model.streams.handle(stream)

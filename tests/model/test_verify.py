@@ -147,11 +147,24 @@ def test_a_row_that_is_not_finite_is_marked(loaded: LoadedModel) -> None:
     assert result.argmax.tolist() == [best[0], NON_FINITE, best[2]]
 
 
+@pytest.mark.contract("verify.graphed")
+def test_graphed_gives_the_bits_of_decode_verify(model: Model) -> None:
+    """Also where the backend has no graphs, which the circuit discloses."""
+    seq, twin = prefilled(model, PROMPT), prefilled(model, PROMPT)
+    plain = model.verify.decode_verify([1, 2, 3], seq)
+    assert plain.logits is not None
+    rows = model.logits.to_host(plain.logits)
+    graphed = model.verify.graphed([1, 2, 3], twin)
+    assert graphed.logits is not None
+    assert np.array_equal(model.logits.to_host(graphed.logits), rows)
+    assert graphed.argmax.tolist() == plain.argmax.tolist()
+    model.verify.accept(twin, 2)
+    assert twin.seq_len == len(PROMPT) + 2
+
+
 def test_capabilities_of_later_issues(model: Model) -> None:
     seq = prefilled(model, PROMPT)
     assert model.verify.can_batch([2, 2]) is False
     with pytest.raises(CapabilityError, match=r"verify\.batched"):
         model.verify.batched([1, 2], [2], [seq])
-    with pytest.raises(CapabilityError, match=r"verify\.graphed"):
-        model.verify.graphed([1, 2], seq)
     assert model.verify.fold_accepted([0], [1], 2) is False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from atlas.errors import InvalidArgumentError
 
@@ -133,9 +134,14 @@ def choose_device(
 ) -> tuple[DeviceName, str]:
     """The device that a name means, and why.
 
-    ``auto`` is a GPU where one can be used and offers what is asked, else the CPU. A broken CUDA
-    installation is a reason, not an error; it never touches the CPU.
+    ``auto`` is ``$ATLAS_DEVICE`` if that is set; else a GPU where one can be used and offers what
+    is asked, else the CPU. A broken CUDA installation is a reason, not an error; it never touches
+    the CPU.
     """
+    if device == "auto" and (named := os.environ.get("ATLAS_DEVICE")):
+        if named not in ("cpu", "cuda"):
+            raise InvalidArgumentError(f"ATLAS_DEVICE is {named!r}; allowed: cpu, cuda")
+        return cast(DeviceName, named), "ATLAS_DEVICE"
     if device == "cpu":
         return "cpu", "asked for"
     if device == "cuda":

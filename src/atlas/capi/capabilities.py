@@ -59,7 +59,7 @@ def engine_has(handle: Any, capability: Any, has: Any) -> None:
     elif name == "request.translate":
         has[0] = engine.translates
     elif name in MODULES:
-        has[0] = name == "device.cpu"
+        has[0] = name == f"device.{engine.options.device}"
     else:
         has[0] = _anywhere(name)
 
@@ -67,7 +67,8 @@ def engine_has(handle: Any, capability: Any, has: Any) -> None:
 def _anywhere(name: str) -> bool:
     if name in MODULES:
         package = MODULES[name].rpartition(".")[0]
-        return find_spec(package) is not None and find_spec(MODULES[name]) is not None
+        offered = find_spec(package) is not None and find_spec(MODULES[name]) is not None
+        return offered and (name != "device.cuda" or _has_cuda_libraries())
     if name in ENGINE_METHODS:
         from atlas.engine import Engine
 
@@ -94,3 +95,8 @@ def _implements(kind: type, method: str) -> bool:
     member = getattr(kind, method)
     outlines = [vars(protocol).get(method) for protocol in GROUPS.values()]
     return not isinstance(member, Unavailable) and member not in outlines
+
+
+def _has_cuda_libraries() -> bool:
+    """Whether the extra ``cuda`` is installed; loads nothing of it."""
+    return all(find_spec(package) is not None for package in ("cuda", "numba_cuda"))

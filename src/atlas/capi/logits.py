@@ -127,9 +127,16 @@ def logits_get_device_rows(handle: Any, rows: Any) -> None:
     """Where the rows lie on a GPU."""
     found = rows_of(handle)
     struct_size(rows, "atlas_device_rows", "rows", "device")
-    with driving(found.engine):
-        found.rows()
-    raise CapabilityError("this engine runs on the CPU; its logits have no device pointer")
+    with driving(found.engine) as model:
+        array = found.rows().device_rows
+        if isinstance(array, np.ndarray):
+            raise CapabilityError("this engine runs on the CPU; its logits have no device pointer")
+        _, device = array.__dlpack_device__()
+        rows.pointer = ffi.cast("void *", array.address)
+        rows.stream = ffi.cast("void *", model.streams.handle(model.streams.default))
+        rows.row_stride = array.strides[0] // array.itemsize
+        rows.element_bytes = array.itemsize
+        rows.device = device
 
 
 @exported

@@ -19,6 +19,7 @@ from atlas.cli.chat import chat
 from atlas.cli.doctor import doctor
 from atlas.cli.generate import generate
 from atlas.cli.info import info
+from atlas.cli.kernels import kernels
 from atlas.cli.options import DEBUG, debug_option
 from atlas.cli.table import printable
 from atlas.cli.translate import translate
@@ -37,7 +38,7 @@ def atlas(context: click.Context, /) -> None:
         click.echo(context.get_help())
 
 
-for _command in (generate, chat, translate, info, bench, doctor, bundle):
+for _command in (generate, chat, translate, info, bench, doctor, bundle, kernels):
     atlas.add_command(_command)
 
 

@@ -14,6 +14,7 @@ from atlas.cli.options import debug_option
 _LIBRARIES = (
     "numba", "llvmlite", "numpy", "tokenizers", "safetensors", "jinja2", "cffi", "click", "rich",
 )  # fmt: skip
+_CUDA_LIBRARIES = ("cuda-bindings", "numba-cuda", "nvmath-python", "nvidia-cublas")
 _FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "amx-int8")
 
 
@@ -68,6 +69,17 @@ def gpu_rows(root: Path = Path("/")) -> Iterator[tuple[str, str]]:
         yield "gpu driver", version.read_text(errors="replace").splitlines()[0]
 
 
+def cuda_versions() -> Iterator[str]:
+    """The installed distributions of the extra ``cuda``, with versions."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name in _CUDA_LIBRARIES:
+        try:
+            yield f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+
+
 def library_rows() -> Iterator[tuple[str, str]]:
     """Versions of Atlas, Python and what they run on."""
     from importlib.metadata import version
@@ -81,6 +93,7 @@ def library_rows() -> Iterator[tuple[str, str]]:
         f"{platform.python_version()} on {platform.system()} {platform.machine()}, {libc}",
     )
     yield "libraries", ", ".join(f"{name} {version(name)}" for name in _LIBRARIES)
+    yield "cuda", ", ".join(cuda_versions()) or "none: pip install 'atlas-llm[cuda]'"
 
 
 def cache_rows() -> Iterator[tuple[str, str]]:
@@ -96,12 +109,17 @@ def cache_rows() -> Iterator[tuple[str, str]]:
 
 def choice_rows() -> Iterator[tuple[str, str]]:
     """What an engine with default settings would run on."""
+    from atlas.backends.backend import choose_device
     from atlas.backends.cpu.target import cpu_target
     from atlas.errors import ModelFileError
     from atlas.weights.locate import locate
 
+    device, reason = choose_device("auto")
     threads = len(os.sched_getaffinity(0))
-    yield "would use", f"cpu-{cpu_target().level} with {threads} threads; no GPU backend exists yet"
+    if device == "cuda":
+        yield "would use", f"cuda: {reason}"
+    else:
+        yield "would use", f"cpu-{cpu_target().level} with {threads} threads; no GPU: {reason}"
     try:
         yield "smollm2", locate("smollm2").path
     except ModelFileError as error:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from atlas.cli.options import LOADING_NAMES, debug_option, given, loading_options
+from atlas.errors import AtlasError
 
 if TYPE_CHECKING:
     from atlas.config import ModelConfig
@@ -28,12 +29,15 @@ _BLOCK_LEN = {"b8_32": 32, "b8_16": 16}
 @click.pass_context
 def info(context: click.Context, /, model: str, **_: Any) -> None:
     """Describe MODEL: architecture, shapes, weight formats, and the memory a load takes."""
+    from atlas.backends.backend import choose_device
     from atlas.cli.table import print_rows
     from atlas.model.load import LoadOptions, plan_load
     from atlas.weights.checkpoint import open_checkpoint
     from atlas.weights.locate import locate
 
     loading = {"threads": len(os.sched_getaffinity(0))} | given(context, LOADING_NAMES)
+    named = {name: loading[name] for name in ("dtype", "kv_dtype") if name in loading}
+    loading["device"], reason = choose_device(loading.get("device", "auto"), **named)
     options = LoadOptions(**loading)
     location = locate(model)
     with open_checkpoint(location) as checkpoint:
@@ -43,7 +47,8 @@ def info(context: click.Context, /, model: str, **_: Any) -> None:
                 ("file", f"{checkpoint.path} ({checkpoint.format_name})"),
                 *architecture_rows(checkpoint.config),
                 *weight_rows(checkpoint, plan, options),
-                *memory_rows(plan),
+                ("device", f"{options.device}: {reason}"),
+                *memory_rows(plan, options),
                 *_ignored_rows(checkpoint),
             ]
         )
@@ -111,17 +116,23 @@ def _fate(stored: str, kept: str, options: LoadOptions) -> str:
     return f"quantised at load to {kept}" if kept == options.quantize else f"widened to {kept}"
 
 
-def memory_rows(plan: LoadPlan) -> Iterator[tuple[str, str]]:
-    """The memory plan, part by part."""
+def memory_rows(plan: LoadPlan, options: LoadOptions) -> Iterator[tuple[str, str]]:
+    """The memory plan, part by part: a ceiling of what a load takes of the device's memory."""
     from atlas.cache.kv import BLOCK_SIZE
-    from atlas.model.memory import available_memory
 
     memory = plan.memory
     yield "weights", _mib(memory.weights)
     tokens = plan.num_blocks * BLOCK_SIZE
     yield "kv cache", f"{_mib(memory.kv_pool)} for {tokens:,} tokens in {plan.kv_dtype}"
     yield "buffers", f"{_mib(memory.buffers)} for steps of up to {plan.limits.max_rows} rows"
-    yield "in all", f"{_mib(memory.total)}; {_mib(available_memory())} are free"
+    backend = options.backend()
+    try:
+        free = _mib(backend.free_memory())
+    except AtlasError as error:  # the plan of a device that is not here
+        free = f"none ({error})"
+    finally:
+        backend.close()
+    yield "in all", f"{_mib(memory.total)}; {free} are free"
 
 
 def _ignored_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:

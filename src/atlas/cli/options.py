@@ -30,6 +30,11 @@ debug_option = click.option(
 )
 
 _LOADING: tuple[Decorator, ...] = (
+    click.option(
+        "--device",
+        type=click.Choice(["auto", "cpu", "cuda"]),
+        help="auto: an NVIDIA GPU where one can be used, else the CPU.",
+    ),
     click.option("--threads", type=int, help="Worker threads (default: the CPUs available)."),
     click.option(
         "--max-seq-len", type=int, help="Positions of a sequence (default: the model's, ≤ 8192)."
@@ -41,8 +46,8 @@ _LOADING: tuple[Decorator, ...] = (
     ),
     click.option(
         "--kv-dtype",
-        type=click.Choice(["auto", "float32", "float16"]),
-        help="Of the KV cache; auto: float16 beside quantised weights.",
+        type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
+        help="Of the KV cache; auto: bfloat16 on a GPU, float16 beside quantised weights.",
     ),
     click.option(
         "--quantize",
@@ -50,7 +55,7 @@ _LOADING: tuple[Decorator, ...] = (
         help="Quantise float weights while loading.",
     ),
 )
-LOADING_NAMES = ("threads", "max_seq_len", "dtype", "kv_dtype", "quantize")
+LOADING_NAMES = ("device", "threads", "max_seq_len", "dtype", "kv_dtype", "quantize")
 
 
 def stack(options: tuple[Decorator, ...]) -> Decorator:

@@ -37,6 +37,7 @@ from atlas.whole_number import whole_number
 
 if TYPE_CHECKING:
     from atlas.model.records import Stream, TokenIds
+    from atlas.sampling_table import Draw
 
 Ints = NDArray[np.int32]
 
@@ -308,6 +309,7 @@ class ModelCore:
         *,
         wants_tokens: bool,
         host_rows: Sequence[int],
+        draws: Sequence[Draw] = (),
         before: StepResult | None = None,
     ) -> StepResult:
         """One sweep for a scheduler's plan; its logits go to the arena rows from 0 on.
@@ -319,6 +321,8 @@ class ModelCore:
             Whether somebody will read the greedy choice.
         host_rows : sequence of int
             Logits rows that will be read.
+        draws : sequence of Draw
+            Tokens to choose by more than the greatest logit, where ``runtime.samples``.
         before : StepResult, optional
             The step before, where it is not settled yet: rows of this one may take its tokens.
         """
@@ -335,6 +339,8 @@ class ModelCore:
         fed = np.flatnonzero(plan.source_rows >= 0) if before is not None else ()
         if len(fed):
             self.runtime.feed(inputs, fed, plan.source_rows[fed], before)
+        if draws:
+            self.runtime.draw(draws)
         steps = inputs.cu_rows[: plan.num_decode + 1]
         shape = StepShape(
             plan.num_rows,

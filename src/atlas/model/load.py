@@ -18,6 +18,7 @@ from atlas.errors import InvalidArgumentError
 from atlas.layers.step import StepShape, buffer_shapes
 from atlas.layers.translation_step import translation_buffer_shapes
 from atlas.model import Model
+from atlas.model.circuit import DenseCircuit
 from atlas.model.core import Limits, ModelCore
 from atlas.model.forward import DenseForward
 from atlas.model.lifecycle import DenseLifecycle
@@ -225,6 +226,7 @@ def _load(
         lifecycle=DenseLifecycle(core),
         streams=DenseStreams(core),
         verify=DenseVerify(core),
+        circuit=DenseCircuit(core),
     )
     return LoadedModel(model, core, plan.memory, weights.formats, plan.kv_dtype)
 

@@ -34,6 +34,13 @@ class ModelStreams(Protocol):
         """The stream that ``stream=None`` means in every call."""
         ...
 
+    def handle(self, stream: Stream) -> int:
+        """The backend's own handle of ``stream`` (a ``CUstream`` on a GPU, 0 on the CPU).
+
+        What another library needs to put work of its own behind, or in front of, the model's.
+        """
+        ...
+
     def create_stream(self) -> Stream:
         """Return a new stream, not ordered with the default one; it lives as long as the model."""
         ...
@@ -69,6 +76,11 @@ class DenseStreams(ModelStreams):
     @property
     def default(self) -> Stream:
         return Stream(0)
+
+    def handle(self, stream: Stream) -> int:
+        self._check(stream)
+        native: int = self._core.runtime.stream_handle
+        return native
 
     def create_stream(self) -> Stream:
         self._core.enter()

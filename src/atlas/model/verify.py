@@ -164,9 +164,12 @@ class ModelVerify(Protocol):
 
 
 class DenseVerify(ModelVerify):
-    """Verify for models whose only state is paged KV: a rollback lowers the length."""
+    """Verify for models whose only state is paged KV: a rollback lowers the length.
 
-    graphed = Unavailable("verify")
+    Where the circuit runs graphs, steps of drafts are graphs as steps of one row are, so that
+    ``decode_verify`` and ``graphed`` are one: the same bits, and the circuit's disclosure of both.
+    """
+
     batched = Unavailable("verify")
 
     def __init__(self, core: ModelCore) -> None:
@@ -202,6 +205,16 @@ class DenseVerify(ModelVerify):
         if logits == "all":
             return VerifyResult(argmax, view)
         return VerifyResult(argmax, view[k - 1] if logits == "last" else None)
+
+    def graphed(
+        self,
+        tokens: TokenIds,
+        seq: SequenceState,
+        *,
+        logits: LogitsMode = "all",
+        stream: Stream | None = None,
+    ) -> VerifyResult:
+        return self.decode_verify(tokens, seq, logits=logits, stream=stream)
 
     def can_batch(self, ks: Sequence[int]) -> bool:
         return False

@@ -45,3 +45,19 @@ def implementations(backend: str, *, translation: bool = True) -> dict[str, Call
 def bind(functions: dict[str, Callable[..., Any]], queue: object) -> SimpleNamespace:
     """The vocabulary bound to a queue: ``ops.rmsnorm(x, weight, eps, out=out)``."""
     return SimpleNamespace(**{name: partial(call, queue) for name, call in functions.items()})
+
+
+def takes_queue(function: Callable[..., Any]) -> bool:
+    """Whether a user's replacement of an op puts launches on a queue."""
+    return next(iter(inspect.signature(function).parameters), "") == "queue"
+
+
+def with_queue(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's replacement of an op, as backends call it: with the queue first."""
+    if takes_queue(function):
+        return function
+
+    def without(queue: object, *args: Any, **kwargs: Any) -> None:
+        function(*args, **kwargs)
+
+    return without

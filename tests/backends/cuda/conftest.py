@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from atlas.backends.cuda import backend, device, probe, runtime
+from atlas.backends.cuda import backend, device, probe, runtime, sampling
 from atlas.ops import linear
-from tests.backends.cuda.host_gpu import HostGpu, HostKernels, exact_product, host_ops
+from tests.backends.cuda.host_gpu import (
+    HostGpu,
+    HostKernels,
+    exact_product,
+    host_ops,
+    host_sample,
+)
 
 
 @pytest.fixture
@@ -22,6 +28,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostGpu]:
     monkeypatch.setattr(device, "Driver", lambda: made)
     monkeypatch.setattr(device, "KernelTable", HostKernels)
     monkeypatch.setattr(runtime, "implementations", lambda name: host_ops(made))
+    monkeypatch.setattr(sampling, "sample", host_sample(made))
     monkeypatch.setattr(runtime, "open_products", lambda device: None)
     monkeypatch.setattr(runtime, "SCRATCH_BYTES", 1 << 16)
     monkeypatch.setattr(backend, "SCRATCH_BYTES", 1 << 16)

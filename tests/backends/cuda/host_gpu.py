@@ -22,6 +22,7 @@ from atlas.backends.cuda.pack import DeviceMatrix
 from atlas.errors import AtlasError
 from atlas.ops import OPS
 from atlas.ops.blocks import HostMatrix, dequantize
+from atlas.sampling_table import choose_tokens
 from tests.kernels.launches import decode, encode
 from tests.native.test_cuda_launch import LAUNCH
 
@@ -291,6 +292,19 @@ def host_ops(gpu: HostGpu) -> dict[str, Callable[..., Any]]:
         return op
 
     return {name: bound(name) for name in OPS}
+
+
+def host_sample(gpu: HostGpu) -> Callable[..., None]:
+    """Sampling as its definition."""
+
+    def sample(queue: Queue, *args: DeviceArray, out: DeviceArray) -> None:
+        def work() -> None:
+            gpu.log.append("sample")
+            choose_tokens(*(on_host(array) for array in args), chosen=on_host(out))
+
+        queue.call(lambda stream: gpu.do(work), (args, out))
+
+    return sample
 
 
 def _run(name: str, definition: Callable[..., Any], given: dict[str, Any]) -> None:

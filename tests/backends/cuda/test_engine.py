@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,3 +208,12 @@ def test_streams_of_other_libraries() -> None:
     assert device.foreign_stream(Protocol()) == 0x8000
     with pytest.raises(ValueError, match="allowed: a handle"):
         device.foreign_stream("stream")
+
+
+def test_an_engine_that_is_dropped_gives_its_memory_back(gpu: HostGpu, folder: Path) -> None:
+    engine = open_engine(folder)
+    engine.generate(PROMPTS[0], GREEDY)
+    assert gpu.used > 0
+    del engine
+    gc.collect()
+    assert gpu.used == 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from atlas.layers.network import Network
 from atlas.layers.step import Array, StepBuffers, StepShape, allocate
 from atlas.model.step_result import FinishedStep, StepResult
 from atlas.ops.blocks import HostMatrix
-from atlas.ops.select import bind, implementations
+from atlas.ops.select import bind, implementations, takes_queue, with_queue
 
 Ints = NDArray[np.int32]
 _RECORDED = 64  # shapes kept; a list is about 60 KB for 30 layers
@@ -38,11 +39,20 @@ class CpuRuntime:
     """
 
     name = "cpu"
+    kind = "eager"
+    kinds = ("eager",)
+    promises = (
+        "results do not depend on the number of threads",
+        "a warm prefix cache gives a cold one's bits",
+    )
+    samples = False  # tokens other than the greedy ones are the samplers' choice
     gains_by_feed = False  # a step runs in the thread that plans the next one
 
     def __init__(self, threads: int, on_compile: Callable[[str], None] | None = None) -> None:
         self.device = CpuDevice(threads, on_compile)
         self.functions = implementations("cpu")
+        self._builtin = dict(self.functions)
+        self.replaced: dict[str, Callable[..., Any]] = {}
         self.ops = bind(self.functions, Queue(self.device))
         self._recorded: OrderedDict[StepShape, LaunchList] = OrderedDict()
 
@@ -88,6 +98,10 @@ class CpuRuntime:
 
     def run(self, network: Network, buffers: StepBuffers, shape: StepShape) -> None:
         """One sweep of ``network`` over the front of ``buffers``."""
+        if any(not takes_queue(function) for function in self.replaced.values()):
+            # A function of the user's is called between the bodies: nothing can be recorded.
+            network.forward(bind(self.functions, Queue(self.device)), buffers.view(shape))
+            return
         self.device.pool.run(self._list(network, buffers, shape))
 
     def _list(self, network: Network, buffers: StepBuffers, shape: StepShape) -> LaunchList:
@@ -136,6 +150,8 @@ class CpuRuntime:
         """The array itself, which is in host memory."""
         return array
 
+    stream_handle = 0
+
     def synchronize(self) -> None:
         """Nothing runs once a call has returned."""
 
@@ -143,6 +159,15 @@ class CpuRuntime:
         """``count`` bytes of a weight array from each of ``starts`` on."""
         data = array.reshape(-1).view(np.uint8)
         return (data[start : start + count] for start in starts)
+
+    def select(self, kind: str, replaced: Mapping[str, Callable[..., Any]]) -> None:
+        """Run these functions in place of ops from the next step on."""
+        self.replaced = dict(replaced)
+        self.functions.clear()
+        self.functions |= self._builtin
+        for name, function in replaced.items():
+            self.functions[name] = with_queue(function)
+        self.forget_recorded()
 
     def forget_recorded(self) -> None:
         """Drop every recorded list (ops were replaced)."""

@@ -223,6 +223,7 @@ class TensorMaps:
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._places: dict[tuple[object, ...], int] = {}
+        self._stream = 0  # of its own: a copy here does not wait for the steps under way
         self._slabs: list[int] = []
 
     def address(
@@ -252,9 +253,11 @@ class TensorMaps:
         if slot == 0:
             nbytes = _SLAB_MAPS * _MAP_BYTES
             self._slabs.append(self._device.allocate(nbytes, "tensor maps"))
+        if not self._stream:
+            self._stream = self._device.create_stream()
         place = self._slabs[-1] + slot * _MAP_BYTES
-        self._device.copy_in(place, encoded, _MAP_BYTES)
-        self._device.synchronize()  # the descriptor's host copy goes when the caller returns
+        self._device.copy_in(place, encoded, _MAP_BYTES, self._stream)
+        self._device.synchronize(self._stream)  # later launches find it, on whatever stream
         return place
 
     def _encoded(
@@ -292,6 +295,9 @@ class TensorMaps:
         """Free them; idempotent."""
         while self._slabs:
             self._device.free(self._slabs.pop())
+        if self._stream:
+            self._device.destroy_stream(self._stream)
+            self._stream = 0
         self._places.clear()
 
 

@@ -67,7 +67,7 @@ class InputRegion:
     """
 
     def __init__(self, device: CudaDevice, layout: InputLayout) -> None:
-        self._layout = layout
+        self._device = device
         self.pinned = PinnedMemory(device, layout.nbytes)
         self.pinned.array[:] = 0
         self.event = device.create_event()
@@ -94,9 +94,9 @@ class InputRegion:
         arrays.prompt_cu_rows[prompts + 1 : padded.seqs - padded.step_seqs + 1] = last
         arrays.logits_rows[shape.logits : padded.logits] = 0
 
-    def close(self, device: CudaDevice) -> None:
+    def close(self) -> None:
         """Free it; idempotent."""
         if self.pinned.address:
-            device.destroy_event(self.event)
+            self._device.destroy_event(self.event)
             self.arrays = None
             self.pinned.close()

@@ -136,14 +136,16 @@ class StepReadBack:
         self._turn = -1 if slot is None else slot.turn
         self._count = count
         self._places = places
+        self._tokens: Ints | None = np.empty(0, np.int32) if slot is None else None
 
     def tokens(self) -> Ints:
-        """int32 [L]: the token of each logits row; waits for the step."""
-        if self._slot is None:
-            return np.empty(0, np.int32)
-        assert self._slot.turn == self._turn, "read after the next step but one was launched"
-        self._ring.wait(self._slot)
-        return self._slot.tokens[: self._count].copy()
+        """int32 [L]: the token of each logits row; the first call waits for the step."""
+        if self._tokens is None:
+            assert self._slot is not None
+            assert self._slot.turn == self._turn, "read after the next step but one was launched"
+            self._ring.wait(self._slot)
+            self._tokens = self._slot.tokens[: self._count].copy()
+        return self._tokens
 
     def logits(self, row: int) -> Floats:
         """float32 [C] of a row: one that was asked for at launch, or one as the arena has it."""

@@ -2,55 +2,48 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas._native.cuda_launch import CudaLaunchList
 from atlas.backends.backend import Shapes
 from atlas.backends.cpu.compiler import BodyCompiler
-from atlas.backends.cuda.array import ITEM_BYTES, DeviceArray
+from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.buckets import bucket
+from atlas.backends.cuda.buffers import buffer_bytes, read_array, take_rows
 from atlas.backends.cuda.device import CudaDevice
 from atlas.backends.cuda.graph import CapturedGraph
 from atlas.backends.cuda.inputs import InputLayout, InputRegion, fed
 from atlas.backends.cuda.launch import KernelLaunch, Queue, Recording
 from atlas.backends.cuda.loading import Loader
-from atlas.backends.cuda.memory import Arena, Workspace, aligned
+from atlas.backends.cuda.memory import Arena, Workspace
 from atlas.backends.cuda.pools import CudaKvPools
 from atlas.backends.cuda.products import open_products
 from atlas.backends.cuda.readback import ReadBacks, StepReadBack
-from atlas.errors import AtlasError, InvalidArgumentError
+from atlas.backends.cuda.sampling import Sampling
+from atlas.backends.cuda.teardown import OwnStream, RecordedStep, Teardown
+from atlas.errors import AtlasError
 from atlas.layers.network import Network
 from atlas.layers.step import INPUTS, StepBuffers, StepShape
 from atlas.ops.blocks import HostMatrix
-from atlas.ops.select import bind, implementations
+from atlas.ops.select import bind, implementations, takes_queue
 
 if TYPE_CHECKING:
     from atlas.config import ModelConfig
     from atlas.model.circuit import ForwardKind
     from atlas.model.step_result import StepResult
+    from atlas.sampling_table import Draw
 
 Ints = NDArray[np.int32]
 SCRATCH_BYTES = 128 << 20
 ZEROED_BYTES = 1 << 20
-_FLOAT32 = ("router", "expert_weights", "logits")
-_ROW_ALIGNMENT = 16  # bytes: rows are read and written by vectors of this size
 _RECORDED = 128  # shapes kept
 _FEED_ROWS = 128  # that a thread block of the feed kernel takes
-
-
-@dataclass(eq=False)
-class RecordedStep:
-    """The launches of one shape, and their graph once they ran as one."""
-
-    launches: CudaLaunchList
-    graph: CapturedGraph | None = None
 
 
 class CudaRuntime:
@@ -72,30 +65,40 @@ class CudaRuntime:
     """
 
     name = "cuda"
+    samples = True
     gains_by_feed = True
+    kinds: tuple[ForwardKind, ...] = ("graphed", "eager")
+    promises = (
+        "eager and graphed steps have the same bits",
+        "cached blocks that prompt tokens made serve prompts bitwise; those that generated tokens "
+        "made (reuse_generated) change bits",
+    )
 
     def __init__(self, device: CudaDevice, weight_bytes: int) -> None:
         self.device = device
         self.kind: ForwardKind = "graphed"
-        self._closing: list[Any] = []  # what close() closes, newest last
+        self._teardown = Teardown(device)
+        self._recorded: OrderedDict[StepShape, RecordedStep] = self._teardown.recorded
         self._regions: list[InputRegion] = []
-        self._recorded: OrderedDict[StepShape, RecordedStep] = OrderedDict()
         self._turn = 0
-        self._closed = False
+        # An engine that is dropped gives its memory back too; at exit the process does.
+        weakref.finalize(self, self._teardown.close).atexit = False
         try:
             self._weights = self._own(Arena(device, weight_bytes, "the weights"))
             self.workspace = self._own(Workspace(device, SCRATCH_BYTES, ZEROED_BYTES))
             self._loader = self._own(Loader(device, self._weights))
             self._readbacks: ReadBacks
-            self._capture_stream = device.create_stream()
+            self._capture_stream = self._own(OwnStream(device)).handle
             self.functions = implementations("cuda", translation=False)
+            self._builtin = dict(self.functions)
+            self.replaced: dict[str, Callable[..., Any]] = {}
             device.products = open_products(device)
         except BaseException:
             self.close()
             raise
 
     def _own(self, part: Any) -> Any:
-        self._closing.append(part)
+        self._teardown.parts.append(part)
         return part
 
     @property
@@ -139,9 +142,12 @@ class CudaRuntime:
                 arrays[name] = take_rows(arena, name, shape)
         max_logits = shapes["logits"][0]
         self._chosen = arena.take((max_logits,), "int32", zero=True)
-        self._regions = [InputRegion(device, layout) for _ in range(2)]
+        self._regions = [self._own(InputRegion(device, layout)) for _ in range(2)]
         self._readbacks = self._own(ReadBacks(device, arrays["logits"], self._chosen))
         self._limits = shapes["token_ids"][0], shapes["block_tables"][0], max_logits
+        self._sampling = self._own(
+            Sampling(device, arena, shapes["block_tables"][0], arrays, self._chosen)
+        )
         self.ops = bind(self.functions, Queue(device, self.workspace))
         named: dict[str, Any] = dict(arrays)
         return StepBuffers(**named)
@@ -171,7 +177,7 @@ class CudaRuntime:
             for launch in recording.launches
             if isinstance(launch, KernelLaunch)
         }
-        self.device.kernels.load(sorted(names | {"feed_tokens"}))
+        self.device.kernels.load(sorted(names | {"feed_tokens", *self._sampling.kernels}))
         for shape, recording in recordings.items():
             self._keep(shape, recording)
         self.device.synchronize()
@@ -193,6 +199,7 @@ class CudaRuntime:
         region = self._regions[self._turn]
         self.device.wait(region.event)
         region.num_fed = 0
+        self._sampling.fill(self._turn, ())
         return region.arrays
 
     def feed(self, inputs: Any, rows: Ints, sources: Ints, before: StepResult) -> None:
@@ -204,6 +211,10 @@ class CudaRuntime:
         inputs.token_ids[rows] = fed(sources)
         region.num_fed = int(rows[-1]) + 1
 
+    def draw(self, draws: Sequence[Draw]) -> None:
+        """Choose these tokens of the next step by their requests' parameters."""
+        self._sampling.fill(self._turn, draws)
+
     def run(self, network: Network, buffers: StepBuffers, shape: StepShape) -> None:
         """Put one sweep of ``network`` on the stream; does not wait."""
         device, region, padded = self.device, self._regions[self._turn], self.padded(shape)
@@ -211,6 +222,7 @@ class CudaRuntime:
         region.pad(shape, padded)
         nbytes = self._input_layout.used_bytes(padded.seqs)
         device.copy_in(self._mirror.address, region.pinned.address, nbytes)
+        num_draws = self._sampling.copy_in(self._turn)
         device.record(region.event)
         if region.num_fed:
             args = (buffers.token_ids, self._chosen, region.num_fed)
@@ -219,6 +231,8 @@ class CudaRuntime:
             step.graph.launch()
         else:
             device.run(step.launches)
+        if num_draws:
+            device.run(self._sampling.launches(num_draws, Queue(device, self.workspace)))
         if shape.logits:
             self._readbacks.begin(shape.first_logits, shape.logits)
 
@@ -251,7 +265,7 @@ class CudaRuntime:
         self._recorded[padded] = step
         if len(self._recorded) > _RECORDED:
             _, oldest = self._recorded.popitem(last=False)
-            self._drop(oldest)
+            oldest.close()
         return step
 
     # -- results ------------------------------------------------------------------------------
@@ -272,6 +286,11 @@ class CudaRuntime:
         self.device.enter()
         return read_array(self.device, array)
 
+    @property
+    def stream_handle(self) -> int:
+        """The ``CUstream`` on which steps run."""
+        return self.device.stream
+
     def synchronize(self) -> None:
         """Wait for all work."""
         self.device.enter()
@@ -290,11 +309,14 @@ class CudaRuntime:
 
     # -- circuit and end ----------------------------------------------------------------------
 
-    def select(self, kind: ForwardKind) -> None:
-        """Run decode steps in this way from now on."""
-        if kind not in ("eager", "graphed"):
-            raise InvalidArgumentError(f"kind is {kind!r}; allowed: 'eager', 'graphed'")
+    def select(self, kind: ForwardKind, replaced: Mapping[str, Callable[..., Any]]) -> None:
+        """Run decode steps in this way, and these functions in place of ops, from now on."""
         self.kind = kind
+        self.replaced = dict(replaced)
+        self.functions.clear()
+        self.functions |= self._builtin
+        for name, function in replaced.items():
+            self.functions[name] = function if takes_queue(function) else _called(function)
         self.forget_recorded()
 
     def forget_recorded(self) -> None:
@@ -303,81 +325,22 @@ class CudaRuntime:
         self.device.synchronize()
         while self._recorded:
             _, step = self._recorded.popitem()
-            self._drop(step)
+            step.close()
         self.device.kernels.forget(self.device.kernels.own)
-
-    def _drop(self, step: RecordedStep) -> None:
-        if step.graph is not None:
-            step.graph.close()
 
     def close(self) -> None:
         """Graphs, buffers, pools, weights, kernels, stream, in this order; idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        device = self.device
-        if device.driver.failure is None:
-            device.driver(device.driver.api.cuCtxSetCurrent(device.context))
-            device.driver.api.cuStreamSynchronize(device.stream)
-        while self._recorded:
-            _, step = self._recorded.popitem()
-            self._drop(step)
-        for region in self._regions:
-            region.close(device)
-        while self._closing:
-            self._closing.pop().close()
-        if hasattr(self, "_capture_stream"):
-            device.destroy_stream(self._capture_stream)
-        device.close()
+        self._teardown.close()
 
 
-def element_type(name: str) -> str:
-    """The type of a buffer of ``StepBuffers``."""
-    if name == "expert_ids":
-        return "int32"
-    return "float32" if name in _FLOAT32 else "bfloat16"
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's replacement of an op that is called at every replay."""
+    wants_stream = "stream" in inspect.signature(function).parameters
 
+    def op(queue: Queue, *args: Any, **kwargs: Any) -> None:
+        def call(stream: int) -> None:
+            function(*args, **kwargs, **({"stream": stream} if wants_stream else {}))
 
-def take_rows(arena: Arena, name: str, shape: tuple[int, ...]) -> DeviceArray:
-    """A buffer, zeroed, whose rows begin at multiples of 16 bytes."""
-    dtype = element_type(name)
-    whole = arena.take(padded_shape(name, shape), dtype, zero=True)
-    return whole if whole.shape == shape else whole[:, : shape[1]]
+        queue.call(call)
 
-
-def padded_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A buffer's shape in memory: choices of experts lie without gaps, other rows are padded."""
-    if len(shape) != 2 or name.startswith("expert_"):
-        return shape
-    per_vector = _ROW_ALIGNMENT // ITEM_BYTES[element_type(name)]
-    return shape[0], -(-shape[1] // per_vector) * per_vector
-
-
-def buffer_bytes(shapes: Shapes) -> int:
-    """Bytes of the arena that ``CudaRuntime.buffers`` takes."""
-    total = aligned(InputLayout(shapes).nbytes) + aligned(4 * shapes["logits"][0])
-    for name, shape in shapes.items():
-        if name in INPUTS:
-            continue
-        total += aligned(ITEM_BYTES[element_type(name)] * prod(padded_shape(name, shape)))
-    return total
-
-
-def read_array(device: CudaDevice, array: DeviceArray) -> NDArray[Any]:
-    """A copy of a device array with contiguous rows, in host memory; bfloat16 as float32."""
-    kind: Any = np.uint16 if array.dtype == "bfloat16" else np.dtype(array.dtype)
-    if array.is_contiguous:
-        out = np.empty(array.shape, kind)
-        if out.nbytes:
-            device.copy_out(out.ctypes.data, array.address, out.nbytes)
-    else:
-        out = np.empty(array.shape, kind)
-        for i in range(len(array)):
-            row = array[i]
-            if not row.is_contiguous:
-                raise InvalidArgumentError(f"{array!r} with strides {array.strides}: no plain rows")
-            device.copy_out(out[i].ctypes.data, row.address, row.nbytes)
-    device.synchronize()
-    if array.dtype == "bfloat16":
-        return (out.astype(np.uint32) << 16).view(np.float32)
-    return out
+    return op

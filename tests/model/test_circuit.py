@@ -1,0 +1,103 @@
+"""Circuit: choosing and disclosing the forward that decode runs, with ops of one's own in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atlas.errors import CapabilityError, InvalidArgumentError
+from atlas.model.circuit import ForwardSelection, ModelCircuit
+from atlas.model.load import LoadedModel
+from atlas.ops import OPS
+from tests.helpers.random_model import random_model
+
+
+@pytest.fixture
+def loaded() -> Iterator[LoadedModel]:
+    with random_model("dense") as model:
+        yield model
+
+
+def circuit_of(loaded: LoadedModel) -> ModelCircuit:
+    assert loaded.model.circuit is not None
+    return loaded.model.circuit
+
+
+def logits_of(loaded: LoadedModel) -> Any:
+    model = loaded.model
+    seq = model.lifecycle.alloc_sequence()
+    model.forward.prefill([5, 6, 7, 8], seq)
+    row = model.logits.to_host(model.forward.decode(9, seq))
+    model.lifecycle.free_sequence(seq)
+    return row
+
+
+@pytest.mark.contract("circuit.set_forward")
+def test_an_op_of_one_s_own_runs_from_the_next_step_on(loaded: LoadedModel) -> None:
+    before, calls = logits_of(loaded), []
+
+    def rmsnorm(x: Any, weight: Any, eps: float, *, out: Any) -> None:
+        calls.append(x.shape)
+        OPS["rmsnorm"](x, weight, eps, out=out)
+        out *= 0.5
+
+    circuit_of(loaded).set_forward(ForwardSelection(ops={"rmsnorm": rmsnorm}))
+    changed = logits_of(loaded)
+    assert calls
+    assert not np.array_equal(changed, before)
+    circuit_of(loaded).set_forward(ForwardSelection())
+    np.testing.assert_array_equal(logits_of(loaded), before)
+
+
+@pytest.mark.contract("circuit.set_forward")
+def test_an_op_may_launch_on_the_queue(loaded: LoadedModel) -> None:
+    from atlas.backends.cpu import norm
+
+    before, calls = logits_of(loaded), []
+
+    def rmsnorm(queue: Any, x: Any, weight: Any, eps: float, *, out: Any) -> None:
+        calls.append(x.shape)
+        norm.rmsnorm(queue, x, weight, eps, out=out)
+
+    circuit_of(loaded).set_forward(ForwardSelection(ops={"rmsnorm": rmsnorm}))
+    np.testing.assert_array_equal(logits_of(loaded), before)
+    recorded = len(calls)
+    assert recorded
+    logits_of(loaded)
+    assert len(calls) == recorded  # the second time the lists were there
+
+
+@pytest.mark.contract("circuit.set_forward")
+def test_what_is_not_offered_is_refused_and_changes_nothing(loaded: LoadedModel) -> None:
+    before, circuit = circuit_of(loaded).disclosure(), circuit_of(loaded)
+
+    def wrong(x: Any, *, out: Any) -> None: ...
+
+    with pytest.raises(CapabilityError, match="'graphed' is not offered; this backend has: eager"):
+        circuit.set_forward(ForwardSelection("graphed"))
+    with pytest.raises(InvalidArgumentError, match="op 'softmax' is unknown; allowed: add"):
+        circuit.set_forward(ForwardSelection(ops={"softmax": wrong}))
+    with pytest.raises(InvalidArgumentError, match=r"takes \(x, out\); allowed: \(x, weight"):
+        circuit.set_forward(ForwardSelection(ops={"rmsnorm": wrong}))
+    assert circuit.disclosure() == before
+
+
+@pytest.mark.contract("circuit.disclosure")
+def test_a_replaced_op_voids_the_promises_and_is_named(loaded: LoadedModel) -> None:
+    plain = circuit_of(loaded).disclosure()
+    assert (plain.kind, plain.replaced_ops, plain.reason) == ("eager", (), "the default")
+    assert any("rows that share its step" in promise for promise in plain.promises)
+    assert plain.fingerprint == loaded.core.runtime.fingerprint
+
+    def add(x: Any, y: Any, *, out: Any) -> None:
+        out[...] = x + y
+
+    circuit_of(loaded).set_forward(ForwardSelection(ops={"add": add}))
+    changed = circuit_of(loaded).disclosure()
+    assert changed.replaced_ops == ("add",)
+    assert changed.promises == ()
+    assert "add" in changed.reason
+    assert changed.fingerprint != plain.fingerprint
