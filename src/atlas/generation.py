@@ -39,6 +39,8 @@ class Generation:
         The sampler's exponential (``Sampler``).
     device_samples : bool
         Whether the device chooses tokens where it can, or only takes the plain argmax.
+    continues : bool
+        The text goes on from the prompt's; a translation begins a text of its own.
 
     Attributes
     ----------
@@ -62,6 +64,7 @@ class Generation:
         sample_index: int = 0,
         weights: Weights | None = None,
         device_samples: bool = False,
+        continues: bool = True,
     ) -> None:
         self.params = params
         self.index = sample_index
@@ -99,7 +102,7 @@ class Generation:
                 params.stop_strings if not params.min_tokens else (),
                 include_stop=params.include_stop,
                 skip_special=params.skip_special,
-                continues=True,  # the prompt comes before
+                continues=continues,
                 vocab_size=vocab_size,
             )
         self._tokens: list[int] = []

@@ -38,6 +38,8 @@ class Intake:
         The samplers' exponential.
     """
 
+    continues = True  # outputs go on from their prompts
+
     def __init__(
         self, core: ModelCore, tokenizer: Tokenizer | None, path: str, weights: Weights
     ) -> None:
@@ -133,6 +135,7 @@ class Intake:
             sample_index=index,
             weights=self._weights,
             device_samples=self._core.runtime.samples,
+            continues=self.continues,
         )
 
 
