@@ -41,6 +41,8 @@ class Generation:
         The text goes on where the prompt's ends; a translation's begins afresh.
     device_samples : bool
         Whether the device chooses tokens where it can, or only takes the plain argmax.
+    continues : bool
+        The text goes on from the prompt's; a translation begins a text of its own.
 
     Attributes
     ----------
@@ -65,6 +67,7 @@ class Generation:
         weights: Weights | None = None,
         continues: bool = True,
         device_samples: bool = False,
+        continues: bool = True,
     ) -> None:
         self.params = params
         self.index = sample_index

@@ -38,6 +38,8 @@ class Intake:
         The samplers' exponential.
     """
 
+    continues = True  # outputs go on from their prompts
+
     def __init__(
         self, core: ModelCore, tokenizer: Tokenizer | None, path: str, weights: Weights
     ) -> None:
@@ -135,6 +137,7 @@ class Intake:
             weights=self._weights,
             continues=self._continues,
             device_samples=self._core.runtime.samples,
+            continues=self.continues,
         )
 
 

@@ -39,6 +39,8 @@ class TranslationIntake(Intake):
         The samplers' exponential.
     """
 
+    continues = False
+
     def __init__(
         self,
         core: TranslatorCore,
