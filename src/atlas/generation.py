@@ -37,8 +37,6 @@ class Generation:
     sample_index : int
     weights : callable, optional
         The sampler's exponential (``Sampler``).
-    continues : bool
-        The text goes on where the prompt's ends; a translation's begins afresh.
     device_samples : bool
         Whether the device chooses tokens where it can, or only takes the plain argmax.
     continues : bool
@@ -65,7 +63,6 @@ class Generation:
         max_seq_len: int,
         sample_index: int = 0,
         weights: Weights | None = None,
-        continues: bool = True,
         device_samples: bool = False,
         continues: bool = True,
     ) -> None:

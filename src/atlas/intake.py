@@ -48,7 +48,6 @@ class Intake:
         self._path = path
         self._weights = weights
         self._chat: ChatTemplate | None = None
-        self._continues = True
         known = dict.fromkeys(core.config.eos_token_ids)
         if tokenizer is not None:
             known.update(dict.fromkeys(tokenizer.eos_token_ids))
@@ -135,7 +134,6 @@ class Intake:
             max_seq_len=self._core.limits.max_seq_len,
             sample_index=index,
             weights=self._weights,
-            continues=self._continues,
             device_samples=self._core.runtime.samples,
             continues=self.continues,
         )

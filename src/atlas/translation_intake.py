@@ -52,7 +52,6 @@ class TranslationIntake(Intake):
         super().__init__(core, tokenizer, path, weights)
         self._translator = core
         self._languages = languages
-        self._continues = False  # a translation does not go on with its source
         self.eos_token_ids = core.config.eos_token_ids  # those that end a search
 
     @property
