@@ -20,6 +20,7 @@ from atlas.errors import (
 from atlas.event import Event
 from atlas.model.records import BeamRequest
 from atlas.translation import BeamParams, Translation
+from tests.helpers import translation_model
 from tests.helpers.translation_model import SOURCE, TARGET, ReferenceTranslator
 
 LANGUAGES: dict[str, Any] = {"source": SOURCE, "target": TARGET}
@@ -351,3 +352,27 @@ def test_a_vocabulary_used_up(engine: Engine, num_beams: int) -> None:
     assert len(set(found.token_ids)) == len(found.token_ids) <= 118
     assert found.finish_reason == "length"
     assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize("quantize", ["q8_0", "q4_0"])
+def test_quantized_rows_are_independent_too(tmp_path: Path, quantize: Any) -> None:
+    """Bitwise, with float16 keys and values."""
+    reference = translation_model.build(tmp_path, decoder_ffn_dim=96)
+    texts = [reference.text(length, seed=length) for length in (2, 17, 40)]
+    with Engine(tmp_path, threads=2, quantize=quantize, quiet=True) as engine:
+        alone = [
+            engine.translate(text, num_beams=width, num_return=width, max_tokens=9, **LANGUAGES)
+            for text, width in zip(texts, (3, 9, 16), strict=True)
+        ]
+        ids = [
+            engine.submit_translation(
+                text, num_beams=width, num_return=width, max_tokens=9, **LANGUAGES
+            )
+            for text, width in zip(texts, (3, 9, 16), strict=True)
+        ]
+        events = drained(engine)
+    for request_id, translation in zip(ids, alone, strict=True):
+        completion = events[request_id][-1].completion
+        assert completion is not None
+        got = [(sample.token_ids, sample.score) for sample in completion.samples]
+        assert got == essence(translation)
