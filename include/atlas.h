@@ -536,7 +536,7 @@ typedef struct atlas_request_params {
     const char *source_language;    /* a code such as "eng_Latn", NUL-terminated ... */
     const char *target_language;
     const atlas_beam_search *beam_search; /* NULL: four beams */
-    int32_t source_tag;             /* ... or the id of a language's tag, else 0 */
+    int32_t source_tag;             /* ... or the id of a language's tag; neither: the default */
     int32_t target_tag;
 } atlas_request_params;
 
@@ -644,10 +644,16 @@ ATLAS_API atlas_status atlas_engine_generate(atlas_engine *engine,
 ATLAS_API atlas_status atlas_engine_get_languages(atlas_engine *engine, char *buffer,
                                                   size_t capacity, size_t *length);
 
+/* The languages, as codes, of requests that name none and of sequences that are driven by hand. */
+ATLAS_API atlas_status atlas_engine_set_default_languages(atlas_engine *engine,
+                                                          const char *source_language,
+                                                          const char *target_language);
+
 /* Translate NUL-terminated texts, all of them together, and wait.  `beam_search` may be NULL.
  * `results` has `num_results` places, as many as texts times "num_return" (1 if not set), each NULL
  * or a handle to reuse: results[i * num_return + j] becomes the j-th best translation of texts[i],
- * as one event.  A text that is refused fails the call, before anything runs.  One that fails while
+ * as one event.  Languages may be NULL where defaults
+ * are set.  A text that is refused fails the call, before anything runs.  One that fails while
  * it runs returns its error, and all results are set. */
 ATLAS_API atlas_status atlas_translate(atlas_engine *engine, const char *const *texts,
                                        size_t num_texts, const char *source_language,

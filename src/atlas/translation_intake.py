@@ -91,6 +91,11 @@ class TranslationIntake(Intake):
             )
         return language
 
+    @property
+    def has_default_languages(self) -> bool:
+        """Whether the id 0 stands for a language."""
+        return self._translator.default_languages is not None
+
     def set_default_languages(self, source: Language, target: Language) -> None:
         """What the id 0 stands for from now on."""
         core = self._translator

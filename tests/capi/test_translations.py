@@ -231,6 +231,40 @@ def test_languages_and_capabilities(
     call("engine_free", plain)
 
 
+def test_default_languages(nllb_model: Path, translator: Engine, kept: Kept) -> None:
+    """For requests, and for sequences driven by hand, which have no other way to get any."""
+    engine = make("engine", "engine_load", str(nllb_model).encode(), ffi.NULL)
+    sequence, prompt = make("sequence", "sequence_create", engine, 0), [20, 21, 22]
+    ids = kept.keep(ffi.new("int32_t[]", prompt))
+    refused("INVALID_ARGUMENT", "no default", "sequence_prefill", sequence, ids, 3, 0, ffi.NULL)
+    for source, target, match in (
+        (b"eng", b"deu_Latn", "nearest: eng_Latn"),
+        (b"eng_Latn", b"eng_Latn", "allowed: two languages"),
+        (ffi.NULL, b"eng_Latn", "source_language is NULL"),
+    ):
+        refused("INVALID_ARGUMENT", match, "engine_set_default_languages", engine, source, target)
+    call("engine_set_default_languages", engine, b"eng_Latn", b"deu_Latn")
+    logits = ffi.new("atlas_logits **")
+    call("sequence_prefill", sequence, ids, 3, 0, logits)
+    token = ffi.new("int32_t *")
+    call("logits_argmax", logits[0], 0, token)
+    want = translator.translate(prompt, num_beams=1, max_tokens=1, **LANGUAGES)
+    assert (token[0],) == want.token_ids
+    request = kept.request(text="Hello world")
+    result = ffi.new("atlas_event **")
+    call("engine_generate", engine, request, ffi.NULL, result)
+    text = ffi.string(info("event", result[0]).text).decode()
+    assert text == translator.translate("Hello world", **LANGUAGES).text
+    arguments = (kept.texts(["Hello world"]), 1, ffi.NULL, b"fra_Latn", ffi.NULL, result, 1)
+    call("translate", engine, *arguments)
+    want = translator.translate("Hello world", source="eng_Latn", target="fra_Latn")
+    assert ffi.string(info("event", result[0]).text).decode() == want.text
+    call("logits_free", logits[0])
+    call("sequence_free", sequence)
+    call("event_free", result[0])
+    call("engine_free", engine)
+
+
 # -- refusals ---------------------------------------------------------------------------------
 
 GOOD: dict[str, Any] = {
@@ -340,8 +374,8 @@ def test_bad_calls_of_translate(loaded: Any, kept: Kept) -> None:
     fails("PROMPT_TOO_LONG", r"texts\[0\]: the source has", kept.texts(["x " * 200, "a"]), 2, 2)
     fails("INVALID_ARGUMENT", "nearest: eng_Latn", good, 2, 2, source=b"eng")
     fails("INVALID_ARGUMENT", "are both 703", good, 2, 2, source=b"deu_Latn")
-    fails("INVALID_ARGUMENT", "source_language is NULL", good, 2, 2, source=ffi.NULL)
-    fails("INVALID_ARGUMENT", "target_language is NULL", good, 2, 2, target=ffi.NULL)
+    fails("INVALID_ARGUMENT", "source_language and .* unset", good, 2, 2, source=ffi.NULL)
+    fails("INVALID_ARGUMENT", "target_language and .* unset", good, 2, 2, target=ffi.NULL)
     fails("INVALID_ARGUMENT", "texts is NULL", ffi.NULL, 2, 2)
     fails("INVALID_ARGUMENT", "results is NULL", good, 2, 2, results=ffi.NULL)
     fails("INVALID_ARGUMENT", "num_texts is 0", good, 0, 0)

@@ -261,24 +261,27 @@ def test_a_cache_that_is_too_small(
     assert done.out == "\n\n"
 
 
-def test_an_interrupt_ends_quietly(model: Path) -> None:
+def test_a_pipe_is_answered_line_by_line(model: Path, engine: Engine) -> None:
+    """Before the next line, which may depend on it; then an interrupt, which is quiet."""
     code = "from atlas.cli import main; main()"
     options = ["--model", str(model), "--source", "eng_Latn", "--target", "deu_Latn"]
     child = subprocess.Popen(
-        [sys.executable, "-c", code, "translate", *options, "--threads", "1", "-n", "3"],
+        [sys.executable, "-c", code, "translate", *options, "--threads", "1", "-n", "6"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=script_environment(),
+        text=True,
     )
     assert child.stdin is not None
     assert child.stdout is not None
-    child.stdin.write(b"\n" * 300)  # blank lines wait for nothing
-    child.stdin.flush()
-    assert child.stdout.read(1) == b"\n"
+    for line, want in zip(LINES, expected(engine, LINES), strict=True):
+        child.stdin.write(line + "\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == want + "\n"
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=60)
-    assert (child.returncode, err) == (130, b"")
+    assert (child.returncode, err) == (130, "")
 
 
 def test_a_bar_where_somebody_watches(

@@ -201,10 +201,17 @@ def test_a_folder_of_sentencepiece_and_a_word_list_is_refused_by_name(
 ) -> None:
     model = copy_of(folder, tmp_path / "model")
     (model / "tokenizer.json").unlink()
-    for name in ("sentencepiece.bpe.model", "vocab.json"):
+    names = ("sentencepiece.bpe.model", "vocab.json")
+    for name in names:
         (model / name).write_bytes(b"{}")
-    with pytest.raises(TokenizerError, match=r"sentencepiece.bpe.model but no tokenizer.json"):
+    with pytest.raises(TokenizerError, match="bpe.model and vocab.json but no tokenizer.json: M2M"):
         Engine(model, quiet=True)
+    for name in names:  # as the message says
+        (model / name).unlink()
+    with Engine(model, threads=1, quiet=True) as engine:
+        assert engine.translate([20, 21], source=704, target=703, max_tokens=2).token_ids
+        with pytest.raises(TokenizerError, match="has no tokenizer files"):
+            engine.translate("Hello", source=704, target=703)
 
 
 # -- a folder that contradicts itself ---------------------------------------------------------

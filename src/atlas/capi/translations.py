@@ -54,8 +54,9 @@ def translation_request(engine: Engine, given: Any, sink: Sink) -> TranslationRe
     search: BeamParams | SamplingParams = (
         sampling_of(given.sampling) if given.sampling else _beams_of(given.beam_search)
     )
-    source = _language(given.source_language, given.source_tag, "source")
-    target = _language(given.target_language, given.target_tag, "target")
+    default = translating.intake.has_default_languages
+    source = _language(given.source_language, given.source_tag, "source", default)
+    target = _language(given.target_language, given.target_tag, "target", default)
     text = _text(given, translating.intake.max_source_len)
     return translating.request(text, source, target, search, {}, sink, priority=given.priority)
 
@@ -65,13 +66,19 @@ def _beams_of(handle: Any) -> BeamParams:
     return BeamParams() if not handle else HANDLES.get(number(handle), BeamSearchSet).params()
 
 
-def _language(code: Any, tag: int, what: str) -> Language:
-    if bool(code) == bool(tag):
-        both = "both set" if tag else "unset"
+def _language(code: Any, tag: int, what: str, has_default: bool) -> Language:
+    if code and tag:
         raise InvalidArgumentError(
-            f"{what}_language and {what}_tag are {both}; allowed: one of the two"
+            f"{what}_language and {what}_tag are both set; allowed: one of the two"
         )
-    return tag or read_name(code, f"{what}_language")
+    if code:
+        return read_name(code, f"{what}_language")
+    if not tag and not has_default:
+        raise InvalidArgumentError(
+            f"{what}_language and {what}_tag are unset; allowed: one of the two, or to set "
+            "default languages first"
+        )
+    return tag
 
 
 def _text(given: Any, max_source_len: int) -> Source:
@@ -93,6 +100,14 @@ def engine_get_languages(handle: Any, buffer: Any, capacity: int, length: Any) -
     engine = engine_of(handle)
     require_buffer(buffer, capacity, length)
     write_text("\n".join(engine.languages.codes), buffer, capacity, length)
+
+
+@exported
+def engine_set_default_languages(handle: Any, source_language: Any, target_language: Any) -> None:
+    """The languages of requests that name none."""
+    engine = engine_of(handle)
+    source = read_name(source_language, "source_language")
+    engine.set_default_languages(source, read_name(target_language, "target_language"))
 
 
 @exported
@@ -122,8 +137,9 @@ def translate(
     require(results, "results")
     targets = [EventTarget(results + i) for i in range(num_results)]
     sources = [read_text(texts[i], NUL_TERMINATED, f"texts[{i}]") for i in range(num_texts)]
-    source = read_name(source_language, "source_language")
-    target = read_name(target_language, "target_language")
+    default = translating.intake.has_default_languages
+    source = _language(source_language, 0, "source", default)
+    target = _language(target_language, 0, "target", default)
     done: dict[str, Completion] = {}
 
     def keep(event: Event) -> None:

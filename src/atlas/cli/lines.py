@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import select
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -50,6 +51,16 @@ def lines_of(path: str, file: TextIO) -> Iterator[str]:
             yield line.rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise InvalidArgumentError(f"{path} is not UTF-8: {error}") from error
+
+
+def input_is_ready(paths: Sequence[str]) -> bool:
+    """Whether reading standard input would not wait; so for files, always."""
+    if STANDARD not in paths:
+        return True
+    try:
+        return bool(select.select([sys.stdin.fileno()], [], [], 0)[0])
+    except (OSError, ValueError):  # it is no file of the system's
+        return True
 
 
 def count_lines(paths: Sequence[str]) -> int | None:
@@ -103,7 +114,12 @@ class LineTranslator:
         self._done: dict[str, Completion] = {}
 
     def translate(
-        self, lines: Iterable[tuple[str, str]], *, ahead: int = AHEAD, keep_blank: bool = True
+        self,
+        lines: Iterable[tuple[str, str]],
+        *,
+        ahead: int = AHEAD,
+        keep_blank: bool = True,
+        is_ready: Callable[[], bool] = lambda: True,
     ) -> Iterator[tuple[Found, ...]]:
         """The translations of each line.
 
@@ -115,6 +131,8 @@ class LineTranslator:
             Lines in flight at most.
         keep_blank : bool
             Blank lines stay blank; else they are refused.
+        is_ready : callable
+            Whether the next line comes without a wait; if not, no translation is held back.
 
         Raises
         ------
@@ -131,7 +149,7 @@ class LineTranslator:
                 except AtlasError as error:
                     refused = _placed(error, origin)
                     break
-            while len(self._waiting) >= ahead:
+            while self._waiting and (len(self._waiting) >= ahead or not is_ready()):
                 yield self._oldest()
         while self._waiting:
             yield self._oldest()

@@ -6,11 +6,20 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from atlas.cli.lines import AHEAD, STANDARD, LineTranslator, count_lines, lines_of, opened
+from atlas.cli.lines import (
+    AHEAD,
+    STANDARD,
+    LineTranslator,
+    count_lines,
+    input_is_ready,
+    lines_of,
+    opened,
+)
 from atlas.cli.options import (
     LOADING_NAMES,
     debug_option,
@@ -98,15 +107,15 @@ def translate(
             names = [f"text {i}" if len(texts) > 1 else "" for i in range(1, len(texts) + 1)]
             found = translator.translate(zip(names, texts, strict=True), keep_blank=False)
         else:
-            # Somebody who types wants an answer before the next line.
-            typed = any(file.isatty() for file in files)
             lines = (
                 (f"line {number}" if path == STANDARD else f"{path}, line {number}", line)
                 for path, file in zip(paths, files, strict=True)
                 for number, line in enumerate(lines_of(path, file), 1)
             )
             total = None
-            found = translator.translate(lines, ahead=1 if typed else AHEAD)
+            # Whoever types, or writes to a pipe, may want an answer before the next line.
+            ready = partial(input_is_ready, paths)
+            found = translator.translate(lines, ahead=AHEAD, is_ready=ready)
         watched = not quiet and not out.isatty()
         if watched and not texts:
             total = count_lines(paths)
