@@ -204,7 +204,9 @@ def test_a_folder_of_sentencepiece_and_a_word_list_is_refused_by_name(
     names = ("sentencepiece.bpe.model", "vocab.json")
     for name in names:
         (model / name).write_bytes(b"{}")
-    with pytest.raises(TokenizerError, match="bpe.model and vocab.json but no tokenizer.json: M2M"):
+    with pytest.raises(
+        TokenizerError, match=r"bpe\.model and vocab\.json but no tokenizer\.json: M2M"
+    ):
         Engine(model, quiet=True)
     for name in names:  # as the message says
         (model / name).unlink()
