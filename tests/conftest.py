@@ -7,6 +7,7 @@ the row (``@pytest.mark.contract``) run, and the run succeeds exactly when each 
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -18,6 +19,21 @@ from atlas.model import GROUPS, Unavailable
 
 if TYPE_CHECKING:
     from tests.helpers.reference import ReferenceModel
+
+
+ON_CUDA = os.environ.setdefault("ATLAS_DEVICE", "cpu") == "cuda"
+"""Whether engines of these tests run on a GPU (`make gpu`)."""
+
+
+@pytest.fixture(autouse=ON_CUDA)
+def one_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without feed an event comes with the step that made it, as tests written for the CPU expect.
+
+    Feed has tests of its own, in ``tests/backends/cuda``.
+    """
+    from atlas.backends.cuda.runtime import CudaRuntime
+
+    monkeypatch.setattr(CudaRuntime, "gains_by_feed", False)
 
 
 def implementing_classes(group: str) -> list[type]:
@@ -107,6 +123,14 @@ def pytest_configure(config: pytest.Config) -> None:
     row = config.getoption("--noop")
     if row is not None:
         config.pluginmanager.register(NoopRun(row), "atlas-noop")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what looks into the CPU backend where engines run on a GPU."""
+    if ON_CUDA:
+        left_out = [item for item in items if item.get_closest_marker("cpu")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session", name="implementing_classes")

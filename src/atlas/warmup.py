@@ -27,9 +27,11 @@ def warm_up(
     as a chunk needs or are free; logits views become stale.
     """
     rows = min(chunk_tokens, core.limits.piece_rows, core.limits.max_seq_len - 1)
-    decode = range(1, min(max_running, _MAX_DECODE) + 1)
+    decode = [*range(1, min(max_running, _MAX_DECODE) + 1)]
+    decode += [size for size in core.runtime.batch_sizes if _MAX_DECODE < size <= max_running]
     shapes = [StepShape.decode(count) for count in decode]
-    shapes += [StepShape.prompt(rows, 0), StepShape.prompt(rows)]
+    prompts = [*(size for size in core.runtime.prompt_sizes if size < rows), rows]
+    shapes += [StepShape.prompt(count, logits) for count in prompts for logits in (0, 1)]
     core.runtime.prepare(core.network, core.buffers, shapes)
     rows = min(rows, core.blocks.num_free * core.pools.block_size - 1)
     if rows < 1:

@@ -17,6 +17,8 @@ from atlas.errors import ClosedError, StaleHandleError
 from atlas.layers.attention import Attention
 from atlas.model.core import ModelCore
 
+pytestmark = pytest.mark.cpu
+
 PROMPT = [5, 6, 7]
 
 

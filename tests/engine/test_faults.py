@@ -22,6 +22,8 @@ from tests.composition.harness import Recorder, assert_balanced
 from tests.engine.faults import PARAMS, PROMPTS, drain, ids_of, kernels_fail, raising
 from tests.engine.folders import VOCAB_SIZE, weights, write_model
 
+pytestmark = pytest.mark.cpu
+
 _NAN = 201  # an id that no prompt uses
 
 

@@ -17,6 +17,8 @@ from atlas.layers.step import StepShape
 from tests.engine.conftest import num_taken
 from tests.engine.test_fork_and_rewind import GREEDY, PROMPT, advance, run_out
 
+pytestmark = pytest.mark.cpu
+
 
 @pytest.fixture
 def own(folder: Path) -> Iterator[Engine]:

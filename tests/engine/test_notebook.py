@@ -16,6 +16,8 @@ from atlas import Engine, SamplingParams, display
 from atlas.errors import InvalidArgumentError, ShapeError, StaleHandleError
 from tests.engine.folders import VOCAB_SIZE, script_environment, write_model
 
+pytestmark = pytest.mark.cpu
+
 PROMPT = [5, 6, 7]
 
 

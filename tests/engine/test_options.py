@@ -17,6 +17,8 @@ from atlas.model import memory
 from atlas.model.load import MAX_THREADS
 from tests.engine.folders import write_model
 
+pytestmark = pytest.mark.cpu
+
 SIZES = ("threads", "max_seq_len", "kv_tokens")
 
 

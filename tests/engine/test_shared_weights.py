@@ -20,6 +20,8 @@ from atlas.model import memory
 from atlas.weights.packed_weights import PackedWeights
 from tests.engine.folders import VOCAB_SIZE, weights, write_model
 
+pytestmark = pytest.mark.cpu
+
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 

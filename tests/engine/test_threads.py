@@ -19,6 +19,8 @@ from atlas.errors import ModelBusyError, WrongThreadError
 from tests.engine.conftest import num_taken
 from tests.engine.folders import script_environment
 
+pytestmark = pytest.mark.cpu
+
 PROMPT = [5, 6, 7]
 LONG = SamplingParams(max_tokens=24, ignore_eos=True)
 

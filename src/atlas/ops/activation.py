@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ops.spec import op, translation_op
+from atlas.ops.spec import op
 
 Float = NDArray[np.float32]
 
@@ -50,7 +50,7 @@ def gelu_tanh_and_mul(gate_up: Float, *, out: Float) -> None:
     out[...] = np.float32(0.5) * gate * (np.float32(1) + np.tanh(inner)) * up
 
 
-@translation_op
+@op
 def relu(x: Float, *, out: Float) -> None:
     """out = max(x, 0), float32 [T, F]; ``out`` may be ``x``. A NaN stays one."""
     out[...] = np.maximum(x, np.float32(0))

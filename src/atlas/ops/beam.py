@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ops.spec import translation_op
+from atlas.ops.spec import op
 
 Float = NDArray[np.float32]
 Int = NDArray[np.int32]
 
 
-@translation_op
+@op
 def top_candidates(
     logits: Float, banned: Int, cu_banned: Int, *, ids: Int, values: Float, totals: Float
 ) -> None:

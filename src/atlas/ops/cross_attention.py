@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.ops.attention import attention_prefill
-from atlas.ops.spec import translation_op
+from atlas.ops.spec import op
 
 Float = NDArray[np.float32]
 Int = NDArray[np.int32]
 
 
-@translation_op
+@op
 def cross_attention(
     q: Float,
     k_pool: NDArray[np.floating],

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.ops.blocks import HostMatrix, dequantize
-from atlas.ops.spec import op, translation_op
+from atlas.ops.spec import op
 
 Float = NDArray[np.float32]
 
@@ -29,7 +29,7 @@ def embedding(ids: NDArray[np.int32], table: HostMatrix, scale: float, *, out: F
     out[...] = dequantize(table.take_rows(ids.astype(np.int64))) * np.float32(scale)
 
 
-@translation_op
+@op
 def add_positions(
     x: Float,
     ids: NDArray[np.int32],

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ops.spec import translation_op
+from atlas.ops.spec import op
 
 Float = NDArray[np.float32]
 
 
-@translation_op
+@op
 def encoder_attention(
     q: Float, k: Float, v: Float, cu_rows: NDArray[np.int32], scale: float, *, out: Float
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ops.spec import op, translation_op
+from atlas.ops.spec import op
 
 Float = NDArray[np.float32]
 
@@ -37,7 +37,7 @@ def rmsnorm(x: Float, weight: Float, eps: float, *, out: Float) -> None:
     out[...] = x * (np.float32(1) / np.sqrt(mean + np.float32(eps))) * weight
 
 
-@translation_op
+@op
 def layernorm(x: Float, weight: Float, bias: Float, eps: float, *, out: Float) -> None:
     """out = (x − mean) / sqrt(var + eps) · weight + bias over the last axis.
 

@@ -9,25 +9,26 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from atlas.errors import CapabilityError
 from atlas.ops import OPS
-from atlas.ops.spec import TRANSLATION_OPS
 
 
-def implementations(backend: str, *, translation: bool = True) -> dict[str, Callable[..., Any]]:
+def implementations(backend: str) -> dict[str, Callable[..., Any]]:
     """Every op's function in ``atlas.backends.<backend>``, by op name.
 
-    ``translation=False`` leaves those out that only encoder-decoders call.
-
-    A function has its definition's signature behind a first parameter, the queue.
+    A function has its definition's signature behind a first parameter, the queue. An op that the
+    backend's package names in ``NOT_OFFERED`` is there too, and raises CapabilityError.
 
     Raises
     ------
     TypeError
         An op is missing or its parameters differ: the backend is incomplete.
     """
-    found = {}
+    found: dict[str, Callable[..., Any]] = {}
+    not_offered = getattr(importlib.import_module(f"atlas.backends.{backend}"), "NOT_OFFERED", ())
     for name, definition in OPS.items():
-        if name in TRANSLATION_OPS and not translation:
+        if name in not_offered:
+            found[name] = partial(_refuse, backend, name)
             continue
         file = definition.__module__.rpartition(".")[2]
         module: ModuleType = importlib.import_module(f"atlas.backends.{backend}.{file}")
@@ -40,6 +41,10 @@ def implementations(backend: str, *, translation: bool = True) -> dict[str, Call
             raise TypeError(f"{backend} op {name} takes {actual}, its definition {expected}")
         found[name] = function
     return found
+
+
+def _refuse(backend: str, name: str, *args: Any, **kwargs: Any) -> None:
+    raise CapabilityError(f"op {name} is not offered on {backend}; the model needs another device")
 
 
 def bind(functions: dict[str, Callable[..., Any]], queue: object) -> SimpleNamespace:

@@ -18,13 +18,3 @@ def op(definition: Definition) -> Definition:
         raise ValueError(f"op {name} is defined twice")
     OPS[name] = definition
     return definition
-
-
-TRANSLATION_OPS: set[str] = set()
-"""Ops that only encoder-decoders call; a backend may offer all the others without them."""
-
-
-def translation_op(definition: Definition) -> Definition:
-    """Register the definition of an op that only encoder-decoders call."""
-    TRANSLATION_OPS.add(definition.__name__)
-    return op(definition)

@@ -25,6 +25,7 @@ from tests.backends.cuda.host_gpu import (
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostGpu]:
     """``device="cuda"`` means this one; nothing of it may be left at the end."""
     made = HostGpu()
+    monkeypatch.delenv("ATLAS_DEVICE", raising=False)
     monkeypatch.setattr(device, "Driver", lambda: made)
     monkeypatch.setattr(device, "KernelTable", HostKernels)
     monkeypatch.setattr(runtime, "implementations", lambda name: host_ops(made))

@@ -174,6 +174,7 @@ def test_without_a_driver_cuda_is_refused_and_auto_is_the_cpu(
     assert not found.usable
     assert found.words == "no NVIDIA driver is loaded"
     monkeypatch.setattr(probe, "find_gpu", lambda: found)
+    monkeypatch.delenv("ATLAS_DEVICE", raising=False)
     with Engine(folder, quiet=True) as engine:
         assert engine.options.device == "cpu"
         assert "no NVIDIA driver is loaded" in engine.describe()["device"]

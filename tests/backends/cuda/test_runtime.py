@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atlas.errors import KernelError, OutOfMemoryError
+from atlas.errors import CapabilityError, KernelError, OutOfMemoryError
 from atlas.model.circuit import ForwardSelection
 from atlas.model.load import LoadedModel
 from atlas.model.records import PrefillSlice
@@ -180,3 +180,15 @@ def test_an_allocation_that_fails_midway_leaves_nothing(gpu: HostGpu) -> None:
 def test_the_plan_is_a_ceiling(gpu: HostGpu, loaded: LoadedModel) -> None:
     rows_of(loaded)
     assert gpu.used <= loaded.plan.total
+
+
+def test_a_model_that_needs_an_op_which_is_not_offered_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import atlas.backends.cuda
+    from atlas.ops.select import implementations
+
+    monkeypatch.setattr(atlas.backends.cuda, "NOT_OFFERED", frozenset({"softcap"}))
+    functions = implementations("cuda")
+    with pytest.raises(CapabilityError, match="op softcap is not offered on cuda"):
+        functions["softcap"](None, 1, 2)

@@ -41,6 +41,8 @@ class CpuRuntime:
     name = "cpu"
     kind = "eager"
     kinds = ("eager",)
+    batch_sizes: tuple[int, ...] = ()  # no shape serves others: what is common is recorded
+    prompt_sizes: tuple[int, ...] = ()
     promises = (
         "results do not depend on the number of threads",
         "a warm prefix cache gives a cold one's bits",

@@ -9,3 +9,17 @@ library. Files named like those of ``atlas.ops`` compute launches; the others ar
 - ``module``: compiled kernels on the device; ``loading``: weights through pinned buffers
 - ``pools``: the paged KV pools; ``runtime``: what a model calls; ``backend``: what a load calls
 """
+
+from __future__ import annotations
+
+NOT_OFFERED: frozenset[str] = frozenset(
+    {
+        "add_positions",
+        "cross_attention",
+        "encoder_attention",
+        "layernorm",
+        "relu",
+        "top_candidates",
+    }
+)
+"""Ops without a kernel here; a model that needs one is refused by name when it is loaded."""

@@ -11,6 +11,8 @@ from atlas.layers.step import StepShape
 from atlas.model.records import padded_batch
 
 _SMALL = (8, 16, 32, 64, 128)  # rows of the step GEMM's tiles
+PROMPT_SIZES = (*_SMALL, 256, 512)
+"""Rows of prompts that are worth recording ahead: the small rungs, and some between."""
 _MIDDLE, _MIDDLE_STEP = 1024, 64
 _LARGE_STEP = 128
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from atlas.backends.backend import Shapes
 from atlas.backends.cpu.compiler import BodyCompiler
 from atlas.backends.cuda.array import DeviceArray
-from atlas.backends.cuda.buckets import bucket
+from atlas.backends.cuda.buckets import PROMPT_SIZES, bucket
 from atlas.backends.cuda.buffers import buffer_bytes, read_array, take_rows
 from atlas.backends.cuda.device import CudaDevice
 from atlas.backends.cuda.graph import CapturedGraph
@@ -30,6 +30,7 @@ from atlas.backends.cuda.teardown import OwnStream, RecordedStep, Teardown
 from atlas.errors import AtlasError
 from atlas.layers.network import Network
 from atlas.layers.step import INPUTS, StepBuffers, StepShape
+from atlas.model.records import PADDED_BATCH_SIZES
 from atlas.ops.blocks import HostMatrix
 from atlas.ops.select import bind, implementations, takes_queue
 
@@ -68,6 +69,8 @@ class CudaRuntime:
     samples = True
     gains_by_feed = True
     kinds: tuple[ForwardKind, ...] = ("graphed", "eager")
+    batch_sizes = PADDED_BATCH_SIZES
+    prompt_sizes = PROMPT_SIZES
     promises = (
         "eager and graphed steps have the same bits",
         "cached blocks that prompt tokens made serve prompts bitwise; those that generated tokens "
@@ -89,7 +92,7 @@ class CudaRuntime:
             self._loader = self._own(Loader(device, self._weights))
             self._readbacks: ReadBacks
             self._capture_stream = self._own(OwnStream(device)).handle
-            self.functions = implementations("cuda", translation=False)
+            self.functions = implementations("cuda")
             self._builtin = dict(self.functions)
             self.replaced: dict[str, Callable[..., Any]] = {}
             device.products = open_products(device)
