@@ -128,6 +128,42 @@ def test_legacy_translations_are_those_of_transformers(
     assert [got.text] == want
 
 
+def test_a_folder_as_transformers_4_wrote_it(
+    translator: Engine, folder: ReferenceNllb, tmp_path: Path
+) -> None:
+    """Merges as strings, the old order of tags in the post-processor, additional special tokens."""
+    model = copy_of(folder, tmp_path / "model")
+    raw = json.loads((model / "tokenizer.json").read_text())
+    raw["model"]["merges"] = [" ".join(merge) for merge in raw["model"]["merges"]]
+    metaspace = {"type": "Metaspace", "replacement": "▁", "add_prefix_space": True}
+    raw["pre_tokenizer"] = {
+        "type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, metaspace],
+    }  # fmt: skip
+    raw["decoder"] = metaspace
+    single = raw["post_processor"]["single"]
+    raw["post_processor"]["single"] = [single[1], single[2], single[0]]  # text, end, tag
+    (model / "tokenizer.json").write_text(json.dumps(raw))
+    change_json(
+        model / "tokenizer_config.json",
+        extra_special_tokens=None,
+        legacy_behaviour=None,
+        added_tokens_decoder={
+            str(token["id"]): {"content": token["content"]} for token in raw["added_tokens"]
+        },
+    )
+    (model / "special_tokens_map.json").write_text(
+        json.dumps({"additional_special_tokens": CODES, "eos_token": "</s>"})
+    )
+    languages = {"source": "zho_Hant", "target": "eng_Latn"}
+    with Engine(model, threads=1, quiet=True) as engine:
+        assert engine.languages.codes == CODES
+        for text in map(str.strip, SENTENCES):  # the old splitter drops spaces at the ends
+            got = engine.translate(text, max_tokens=8, **languages)
+            want = translator.translate(text, max_tokens=8, **languages)
+            assert got.source_token_ids == want.source_token_ids
+            assert got.hypotheses == want.hypotheses
+
+
 def test_streamed_text_joins_to_the_translation(translator: Engine) -> None:
     languages = {"source": "eng_Latn", "target": "fra_Latn"}
     whole = translator.translate("Hello world", num_beams=1, max_tokens=12, **languages)
