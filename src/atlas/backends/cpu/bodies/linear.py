@@ -43,6 +43,7 @@ from atlas.backends.cpu.bodies.simd_integer import (
 )
 from atlas.backends.cpu.bodies.vectors import device
 from atlas.backends.cpu.bodies.weight_blocks import FORMATS
+from atlas.backends.cpu.target import simd_level
 
 _f = np.float32
 ZERO, MAX_INT8 = _f(0.0), _f(127.0)
@@ -191,7 +192,10 @@ def _wide_tile(read, width):
 TILES = {name: _quantised_tiles(*functions) for name, functions in FORMATS.items()}
 _FLOATS = {"f32": (load, 64), "f16": (load_f16, 32), "bf16": (load_bf16, 32)}
 TILES |= {name: _float_tiles(*read) for name, read in _FLOATS.items()}
-WIDE_TILES = {name: _wide_tile(*read) for name, read in _FLOATS.items()}
+# Sixteen sums and two weights fill the 32 registers of AVX-512; where vectors are two or four
+# registers, they would spill.
+HAS_WIDE_TILES = simd_level() == "avx512"
+WIDE_TILES = {name: _wide_tile(*read) for name, read in _FLOATS.items() if HAS_WIDE_TILES}
 
 
 @device
