@@ -10,12 +10,12 @@ import pytest
 
 from tests.engine.folders import script_environment
 
+pytestmark = pytest.mark.cpu
+
 _PRELUDE = """
 import faulthandler, os, signal, sys, threading, time
 from atlas import Engine, SamplingParams
 from atlas.errors import StaleHandleError
-
-pytestmark = pytest.mark.cpu
 
 folder = sys.argv[1]
 params = SamplingParams(max_tokens=8, ignore_eos=True)
