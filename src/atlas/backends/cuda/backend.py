@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from atlas_kernels.attention_plan import STEP_DIMS
 
 from atlas.backends.backend import Shapes
+from atlas.backends.cuda import NOT_OFFERED
 from atlas.backends.cuda.buffers import buffer_bytes
 from atlas.backends.cuda.check import require
 from atlas.backends.cuda.device import CudaDevice
@@ -17,6 +18,7 @@ from atlas.backends.cuda.memory import aligned
 from atlas.backends.cuda.pack import MatrixLayout, layout
 from atlas.backends.cuda.pools import pool_bytes
 from atlas.backends.cuda.runtime import SCRATCH_BYTES, ZEROED_BYTES, CudaRuntime
+from atlas.errors import CapabilityError
 
 if TYPE_CHECKING:
     from atlas.config import ModelConfig
@@ -55,6 +57,11 @@ class CudaBackend:
         self._device: CudaDevice | None = None
 
     def require_support(self, config: ModelConfig) -> None:
+        if config.encoder is not None:
+            missing = ", ".join(sorted(NOT_OFFERED))
+            raise CapabilityError(
+                f"translation models run on the CPU; the CUDA kernels have no {missing}"
+            )
         sizes = ", ".join(map(str, STEP_DIMS))
         require(config.head_dim in STEP_DIMS, "head_dim", config.head_dim, sizes)
         if config.moe is not None:
