@@ -115,7 +115,7 @@ def test_refused(make_engine: MakeEngine, features: tuple[Feature, ...], tmp_pat
 @pytest.mark.parametrize("model", [name for name in MODELS if MODELS[name].is_hybrid])
 def test_refused_without_a_snapshot(make_engine: MakeEngine, model: str, tmp_path: Path) -> None:
     """A restored hybrid cannot go back behind its file's state, and goes on undisturbed."""
-    engine, saved = make_engine(model, 128), Saved()
+    engine, saved = make_engine(model, 128, False), Saved()
     with Recorder(engine) as recorder:
         run = begin(engine, recorder, (saved,), "greedy", tmp_path)
         saved.during(run)

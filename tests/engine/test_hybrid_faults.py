@@ -62,15 +62,16 @@ def test_an_interrupted_step_is_run_again(
     expected = {name: engine.generate(ids, params) for name, ids in (("a", LONG), ("b", LONG[3:]))}
     if not cached:
         engine._loop.cache.clear()
-    run, calls = engine._loop.core.run_plan, []
+    run, calls = engine._loop.core.launch_plan, []
 
-    def interrupted(plan: Any) -> None:
-        run(plan)
+    def interrupted(plan: Any, **options: Any) -> Any:
+        result = run(plan, **options)
         calls.append(plan.step_id)
         if len(calls) == at + 1:
             raise KeyboardInterrupt
+        return result
 
-    monkeypatch.setattr(engine._loop.core, "run_plan", interrupted)
+    monkeypatch.setattr(engine._loop.core, "launch_plan", interrupted)
     for name, ids in (("a", LONG), ("b", LONG[3:])):
         engine.submit(ids, params, request_id=name)
     with pytest.raises(KeyboardInterrupt):

@@ -590,15 +590,24 @@ def moe_experts() -> Iterator[Case]:
                 groups=6,
             )
 
-    for n, format in enumerate(["f32", "q8_0"]):  # experts of seven tiles, with a row, two or none
-        rng, out = _rng(15, 99, n), _nan(2, 3, 107)
+    # Experts of more than six tiles, with a row, two or none.
+    for n, (format, dim) in enumerate([("f32", 107), ("q8_0", 224)]):
+        rng = _rng(15, 99, n)
+        out = _normal(rng, 2, dim)
+        scratch = {
+            "expert_gate_up": _nan(2, 3, 128),
+            "expert_activated": _nan(2, 3, 64),
+            "expert_out": _nan(2, 3, dim),
+        }
+        gate_up = random_matrix(rng, format, 6 * 128, dim)
+        down = random_matrix(rng, format, 6 * dim, 64)
         ids = np.array([[4, 0, 5], [0, 2, 3]], np.int32)
         yield Case(
-            f"{format}-N107",
-            (_normal(rng, 2, 1, 64), random_matrix(rng, format, 6 * 107, 64), ids),
+            f"{format}-D{dim}",
+            (_normal(rng, 2, dim) / 16, gate_up, down, ids, np.abs(_normal(rng, 2, 3)), "silu"),
+            scratch | {"out": out},
             {"out": out},
-            {"out": out},
-            1e-5,
+            2e-5,
             groups=6,
         )
 

@@ -106,6 +106,7 @@ def zero(*, out: Float) -> None:
     out[...] = 0
 
 
+@op
 def relu(x: Float, *, out: Float) -> None:
     """out = max(x, 0), float32 [T, F]; ``out`` may be ``x``. A NaN stays one."""
     out[...] = np.maximum(x, np.float32(0))

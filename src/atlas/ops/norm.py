@@ -87,6 +87,7 @@ def gated_rmsnorm(
     out[...] = (normed * gates if norm_first else normed).reshape(x.shape)
 
 
+@op
 def layernorm(x: Float, weight: Float, bias: Float, eps: float, *, out: Float) -> None:
     """out = (x − mean) / sqrt(var + eps) · weight + bias over the last axis.
 
