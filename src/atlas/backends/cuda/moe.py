@@ -22,7 +22,7 @@ from atlas.backends.cuda.launch import Queue
 from atlas.backends.cuda.pack import DeviceMatrix
 from atlas.errors import ShapeError
 
-_CLUSTERED = (9, 0)  # the decode kernels' copies need it
+_BULK_COPIES, _SMALL_SM = (9, 0), (12, 0)  # decode kernels take up to 227 KB of an SM's memory
 _MOST_EXPERTS, _MOST_CHOICES = 1024, 31
 _COMBINE_COLUMNS = 1024
 _EPSILON = 0.0
@@ -79,7 +79,7 @@ def moe_experts(
         raise ShapeError(f"rows of x {x} and out {out} must lie at multiples of 16 bytes")
     act, weight, second = expert_activated, gate_up.data, down.data
     variant = None
-    if queue.device.capability >= _CLUSTERED:
+    if _BULK_COPIES <= queue.device.capability < _SMALL_SM:
         variant = decode_variant(rows, dim=dim, inner=inner, slots=slots)
     if variant is not None:
         args: Args = (weight, 0, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
