@@ -23,15 +23,18 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from atlas_kernels import build, registry  # noqa: E402
+from atlas_kernels import build  # noqa: E402
 from atlas_kernels.gemm_step_plan import TILES, variant  # noqa: E402
 from atlas_kernels.moe_plan import (  # noqa: E402
     COLUMNS,
-    DECODE_TILES,
+    DOWN_TILES,
+    GATE_UP_TILES,
     GROUPED_TILES,
-    DecodeTile,
+    ROUTE_VARIANTS,
     decode_variant,
+    fits,
     grouped_variant,
+    route_variant,
 )
 
 from benchmarks.gpu_gemm import StepGemm, read_ceiling  # noqa: E402
@@ -99,14 +102,17 @@ class Runner:
         args: list[Any] = [scores.data_ptr(), 0, 0 if shared is None else shared.data_ptr(), 0]
         args += [ids.data_ptr(), weights.data_ptr(), shape.experts, shape.top_k, shape.slots]
         args += [0, 1, 0.0, 1.0, scores.stride(0) * 4, 4]
-        self.gpu.run("moe_route", (len(scores), 1), args)
+        self.gpu.run(f"moe_route_{route_variant(shape.experts)}", (len(scores), 1), args)
 
-    def gate_up(self, layer: Layer, x: Tensor, ids: Tensor, name: str, blocks: int = 0) -> None:
+    def _blocks(self, blocks_per_sm: int) -> int:
+        return blocks_per_sm * int(self.gpu.device.properties.multiprocessor_count)
+
+    def gate_up(self, layer: Layer, x: Tensor, ids: Tensor, name: str) -> None:
         shape = self.shape
         args = [layer.address("gate_up"), layer.address("shared_gate_up"), x.data_ptr()]
         args += [ids.data_ptr(), self.act.data_ptr(), len(x), shape.slots, shape.experts]
         args += [shape.dim, shape.inner, x.stride(0) * 2]
-        blocks = blocks or self.gpu.device.properties.multiprocessor_count
+        blocks = self._blocks(GATE_UP_TILES[name].blocks_per_sm)
         self.gpu.run(f"moe_gate_up_bf16_{name}", (blocks, 1), args)
 
     def down(
@@ -117,7 +123,8 @@ class Runner:
         args += [weights.data_ptr(), self.act.data_ptr(), residual.data_ptr(), out.data_ptr()]
         args += [len(out), shape.slots, shape.experts, shape.dim, shape.inner]
         args += [residual.stride(0) * 2, out.stride(0) * 2]
-        self.gpu.run(f"moe_down_bf16_{name}", (shape.dim // COLUMNS, 1), args)
+        blocks = min(shape.dim // COLUMNS, self._blocks(DOWN_TILES[name].blocks_per_sm))
+        self.gpu.run(f"moe_down_bf16_{name}", (blocks, 1), args)
 
     def decode(
         self, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor, out: Tensor,
@@ -214,9 +221,8 @@ class Checks:
         self.that(error < 6e-3, f"{shape.name}: error {error:.1e}")
         picks = [[0], [5], [0, 1], [3, 2, 0], list(range(8)), list(range(7, -1, -1)), [2, 699, 40]]
         for pick in picks:
-            for name, tile in DECODE_TILES.items():
-                if len(pick) > tile.rows:
-                    continue
+            sizes = {"dim": shape.dim, "inner": shape.inner, "slots": shape.slots}
+            for name in [n for n in GATE_UP_TILES if fits(n, len(pick), **sizes)]:
                 out = torch.full((len(pick), shape.dim), float("nan"), device="cuda").bfloat16()
                 parts = [t[pick].contiguous() for t in (x, ids, weights, residual)]
                 torch.cuda.synchronize()
@@ -315,7 +321,9 @@ def product_ceiling(gpu: Gpu, stream: Any) -> float:
     return 2 * 8192**3 / gpu.microseconds(work, 3) / 1e6
 
 
-def sweep_30b(gpu: Gpu, gemm: StepGemm, layers: list[Layer], ceiling: float) -> dict[str, Any]:
+def sweep_30b(
+    gpu: Gpu, gemm: StepGemm, layers: list[Layer], ceiling: float, names: list[str]
+) -> dict[str, Any]:
     """All weights of Qwen3-30B-A3B that one token reads: 48 layers and the head, one graph."""
     dim, heads = B.dim, 4096
     shapes = ((heads + 1024, dim), (dim, heads), (B.experts, dim), (151936, dim))
@@ -327,54 +335,38 @@ def sweep_30b(gpu: Gpu, gemm: StepGemm, layers: list[Layer], ceiling: float) -> 
     ids, weights = choices(B, 1)
     runner = Runner(gpu, B, 1)
 
-    def step() -> None:
+    def step(name: str) -> None:
         for i, (qkv_w, out_w, router) in enumerate(dense):
             gemm(qkv_w, x, qkv)
             gemm(out_w, wide, hidden)
             gemm(router, x, scores)
             runner.route(scores, None, ids, weights)
-            runner.decode(layers[i % len(layers)], x, ids, weights, hidden, hidden, "r2")
+            runner.decode(layers[i % len(layers)], x, ids, weights, hidden, hidden, name)
         gemm(head, x, logits)
 
-    us = gpu.microseconds(step, 1, 9)
     sizes = sum(n * k for n, k in shapes[:3]) * 48 + shapes[3][0] * dim
-    num_bytes = 2 * sizes + 48 * B.top_k * B.expert_bytes
-    share = num_bytes / us / 1e6 / ceiling
-    print(f"30B-A3B sweep, 1 row: {us / 1e3:.3f} ms, {num_bytes / 1e9:.2f} GB, {share:.1%}")
-    return {"ms": us / 1e3, "gb": num_bytes / 1e9, "share": share}
+    num_bytes, figures = 2 * sizes + 48 * B.top_k * B.expert_bytes, {}
+    for name in names:
+        us = gpu.microseconds(lambda name=name: step(name), 1, 9)
+        share = num_bytes / us / 1e6 / ceiling
+        print(f"30B-A3B, 1 row, {name}: {us / 1e3:.3f} ms, {num_bytes / 1e9:.2f} GB, {share:.1%}")
+        figures[name] = {"ms": us / 1e3, "gb": num_bytes / 1e9, "share": share}
+    return figures
 
 
-TUNE = [(2, w, c, s) for w, c, s in (
-    (8, 256, 113), (8, 128, 113), (12, 128, 113), (12, 256, 113), (6, 512, 113), (16, 128, 113),
-    (8, 256, 227), (12, 256, 227), (16, 128, 227), (10, 256, 113),
-)] + [(8, w, c, 227) for w, c in ((8, 128), (12, 128), (12, 256), (16, 128), (6, 512))]  # fmt: skip
-
-
-def add_tiles(gpu: Gpu) -> dict[int, list[str]]:
-    """Kernels of other tiles, by rows."""
-    from atlas_kernels.moe_decode import make_moe_down, make_moe_gate_up
-
-    names: dict[int, list[str]] = {2: [], 8: []}
-    for rows, warps, chunk, kilobytes in TUNE:
-        tile = DecodeTile(rows, warps, chunk, kilobytes * 1024)
-        name = f"r{rows}w{warps}c{chunk}s{kilobytes}"
-        for make, op in ((make_moe_gate_up, "moe_gate_up"), (make_moe_down, "moe_down")):
-            like = registry.KERNELS[f"{op}_bf16_r2"]
-            declared = registry.register(
-                make(tile), f"{op}_bf16_{name}", args=" ".join(like.kinds), threads=tile.threads,
-                shared=tile.shared_bytes, min_blocks=tile.blocks_per_sm, arch="sm_90",
-            )  # fmt: skip
-            gpu.add(build.compile_kernel(declared, gpu.arch))
-        DECODE_TILES[name] = tile
-        names[rows].append(name)
-    return names
+def trials(shape: Shape, rows: int) -> list[str]:
+    """Decode kernels on trial for a number of rows, and those for more rows."""
+    sizes = {"dim": shape.dim, "inner": shape.inner, "slots": shape.slots}
+    chosen = decode_variant(rows, **sizes)
+    names = [n for n in GATE_UP_TILES if n != chosen and fits(n, rows, **sizes)]
+    return [n for n in names if GATE_UP_TILES[n].rows <= 2 * rows]
 
 
 def load_kernels(gpu: Gpu) -> None:
     """The kernels used here onto the device, compiled if need be."""
-    names = [f"moe_{part}_bf16_{name}" for part in ("gate_up", "down") for name in DECODE_TILES]
+    names = [f"moe_{part}_bf16_{name}" for part in ("gate_up", "down") for name in GATE_UP_TILES]
     names += [f"moe_grouped_{part}_bf16_{n}" for part in ("gate_up", "down") for n in GROUPED_TILES]
-    names += ["moe_route", "moe_sort", "moe_combine"]
+    names += ["moe_sort", "moe_combine", *(f"moe_route_{name}" for name in ROUTE_VARIANTS)]
     names += [f"gemm_step_bf16_{name}" for name in TILES if name.endswith("_8")]
     assert variant(151936, 1) in TILES
     for compiled in build.load_all(names, gpu.arch, jobs=12).values():
@@ -399,7 +391,6 @@ def main() -> int:
     print("bits:", f"{len(checks.failed)} checks failed" if checks.failed else "all equal")
     ceiling, roof = read_ceiling(gpu, gemm.stream), product_ceiling(gpu, gemm.stream)
     print(f"{gpu.device.name}: read ceiling {ceiling:.2f} TB/s, products {roof:.0f} TFLOP/s")
-    tuned = add_tiles(gpu) if options.tune else {2: [], 8: []}
     figures: dict[str, Any] = {"read_tb_per_s": ceiling, "tflops": roof}
     for shape, num_layers in ((A, 8), (B, 8)):
         layers = [Layer(shape) for _ in range(num_layers)]
@@ -407,14 +398,15 @@ def main() -> int:
             found = decode_variant(rows, dim=shape.dim, inner=shape.inner, slots=shape.slots)
             by_group = grouped_variant(rows, experts=shape.experts, slots=shape.slots)
             names = [found or by_group]
-            names += tuned[2] if rows == 1 else tuned[8] if rows == 8 else []
+            names += trials(shape, rows) if options.tune else []
             names += ["r16"] if rows == 8 else []
             key = f"{shape.name} decode {rows}"
             figures[key] = time_decode(gpu, shape, layers, rows, ceiling, names)
         for rows in options.prefill:
             figures[f"{shape.name} prefill {rows}"] = time_prefill(gpu, shape, layers, rows)
         if shape is B:
-            figures["30B-A3B sweep"] = sweep_30b(gpu, gemm, layers, ceiling)
+            names = ["r1", *(trials(B, 1) if options.tune else [])]
+            figures["30B-A3B sweep"] = sweep_30b(gpu, gemm, layers, ceiling, names)
         del layers
         torch.cuda.empty_cache()
     if options.json:

@@ -2,13 +2,15 @@
 
 Two kernels. ``moe_gate_up`` gives silu(gate) · up of every pair, ``moe_down`` the experts' outputs
 and their weighted sum. A warp is a stream of its own: it takes 8 rows of an expert's weights at a
-time, brings their K in chunks into a ring of stages by bulk copies, and multiplies all rows of
-activations by them; rows that did not choose the expert are dropped. Weights of the shared expert
-are asked for before the wait for the previous kernel, and those of ``moe_down`` while
-``moe_gate_up`` still runs. No gather, no scatter, no atomics; the order is that of ``moe_plan``.
+time, copies their K in chunks into a ring of stages, and multiplies all rows of activations by
+them; rows that did not choose the expert are dropped. Units of 8 rows are dealt out to the SMs in
+turn, so that at one row each warp has about one and all weights are on their way at once. Weights
+of the shared expert are asked for before the wait for the previous kernel, and all that fit of
+``moe_down`` while ``moe_gate_up`` still runs. No gather, no scatter, no atomics; the order is that
+of ``moe_plan``.
 
-``moe_gate_up`` lets the next kernel start only after its own wait: that one reads the ids, which
-the kernel before this one wrote, before its wait.
+``moe_gate_up`` lets the next kernel start only after its own wait: that one reads ids and weights,
+which a kernel before this one wrote, before its wait.
 """
 
 from __future__ import annotations
@@ -18,21 +20,23 @@ from typing import Any
 from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.activation import silu_mul
 from atlas_kernels.moe_lists import (
+    BARRIER_AT,
     COUNT_AT,
-    ENTRIES_AT,
     IDS_AT,
-    MAX_STAGES,
     ask_chunk,
-    copy_rows,
+    ask_rows,
+    entries_at,
     list_experts,
     multiply_chunk,
     pair_of,
+    weights_at,
 )
-from atlas_kernels.moe_plan import COLUMNS, DECODE_TILES, LIST_BYTES, DecodeTile
+from atlas_kernels.moe_plan import COLUMNS, DOWN_TILES, GATE_UP_TILES, DecodeTile
 from atlas_kernels.ptx_async import (
     barrier_init,
     barrier_init_fence,
     barrier_wait,
+    copy_commit,
     copy_wait,
     launch_dependents,
     wait_prerequisites,
@@ -43,8 +47,10 @@ from atlas_kernels.ptx_memory import (
     load_b32,
     load_f32,
     load_shared_b32,
+    load_shared_f32,
     store_b32,
     store_shared_b32,
+    store_shared_f32,
 )
 from atlas_kernels.ptx_mma import mma_zero
 from atlas_kernels.ptx_warp import (
@@ -60,19 +66,7 @@ from atlas_kernels.ptx_warp import (
 from atlas_kernels.registry import kernel
 
 _Y_BYTES = 2 * COLUMNS  # of a pair's outputs in shared memory
-_copied = copy_wait(0)
-
-
-def _stages(tile: DecodeTile) -> Any:
-    """Stages of a warp's ring when the activations take ``area`` bytes."""
-    ring_bytes, limit = tile.warps * tile.stage_bytes, MAX_STAGES
-
-    @device
-    def stages(area):
-        return i32(min(i32(limit), quotient(i32(tile_bytes - area), ring_bytes)))
-
-    tile_bytes = tile.shared_bytes - LIST_BYTES
-    return stages
+_WORDS = COLUMNS // 2
 
 
 def _advance(tile: DecodeTile) -> Any:
@@ -89,18 +83,12 @@ def _advance(tile: DecodeTile) -> Any:
     return advance
 
 
-def _begin(tile: DecodeTile) -> Any:
-    """Make all barriers, each for one arrival."""
-    count = tile.warps * MAX_STAGES
-
-    @device
-    def begin(base):
-        if thread_x() < count:
-            barrier_init(base + thread_x() * 8, 1)
-            barrier_init_fence()
-        sync_threads()
-
-    return begin
+@device
+def _begin(base):
+    """Make the barrier of the activations; another barrier of all threads follows."""
+    if thread_x() == 0:
+        barrier_init(i32(base + BARRIER_AT), 1)
+        barrier_init_fence()
 
 
 @kernel(
@@ -108,90 +96,86 @@ def _begin(tile: DecodeTile) -> Any:
     args="ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64",
     threads=lambda tile: tile.threads,
     shared=lambda tile: tile.shared_bytes,
-    min_blocks=lambda tile: tile.blocks_per_sm,
+    min_blocks=lambda tile: tile.places,
     arch="sm_90",
-    variants={f"bf16_{name}": (tile,) for name, tile in DECODE_TILES.items()},
+    variants={f"bf16_{name}": (tile,) for name, tile in GATE_UP_TILES.items()},
 )
 def make_moe_gate_up(tile: DecodeTile) -> Any:
-    """act[pair] = silu(gate) · up of x[row] by the pair's expert; grid (SMs).
+    """act[pair] = silu(gate) · up of x[row] by the pair's expert; grid (SMs · blocks an SM).
 
     Arguments: the experts' [E, 2F, D] and the shared expert's [2F, D] (or 0), gate rows first; x
     [m, D]; ids int32 [m, slots]; act [m · slots, F]; m, slots, E, D, F; the stride of x in bytes.
     All bf16 and contiguous but x. A pair without a choice is not written.
     """
-    warps, threads, chunk, stage_bytes = tile.warps, tile.threads, tile.chunk, tile.stage_bytes
-    begin, stages_of, advance, pitch = _begin(tile), _stages(tile), _advance(tile), tile.pitch
-    ask, multiply = ask_chunk(tile), multiply_chunk(tile)
+    warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
+    advance, list_them, pitch = _advance(tile), list_experts(tile), tile.pitch
+    ask, multiply, arrived = ask_chunk(tile), multiply_chunk(tile), copy_wait(stages - 1)
+    entries, x_offset = entries_at(tile), tile.list_bytes
 
     @device
-    def source_of(base, w, w_shared, unit, at_k, experts, dim, inner):
-        """Where this lane's row begins: rows 0 … 3 of a unit are gate's, 4 … 7 up's."""
+    def ask_unit(place, base, w, w_shared, unit, at_k, experts, dim, inner):
+        """Rows 0 … 3 of a unit are gate's, 4 … 7 up's."""
         tiles = quotient(inner, 4)
         entry, j = quotient(unit, tiles), remainder(unit, tiles)
-        row = i64(j * 4 + (lane_id() & 3)) + (i64(inner) if lane_id() & 4 else i64(0))
-        expert = experts
+        start = w_shared
         if entry > 0 or w_shared == 0:
-            expert = load_shared_b32(base + ENTRIES_AT + entry * 4)
-        start = w_shared if expert == experts else w + i64(expert) * (i64(inner) * dim * 4)
-        return start + (row * dim + at_k) * 2
+            expert = load_shared_b32(base + entries + entry * 4)
+            start = w + i64(expert) * (i64(inner) * dim * 4)
+        start = start + (i64(j * 4) * dim + at_k) * 2
+        ask(place, start, i64(dim) * 2, i64(inner) * dim * 2, i32(min(chunk, dim - at_k) * 2))
 
     def moe_gate_up(w, w_shared, x, ids, act, m, slots, experts, dim, inner, x_stride):
         base, lane, warp = dynamic_shared(), lane_id(), i32(thread_x() >> 5)
-        area, tiles = i32(m * (2 * dim + 16)), quotient(inner, 4)
-        x_at = i32(base + LIST_BYTES)
-        stages = stages_of(area)
-        ring = i32(x_at + area + warp * stages * stage_bytes)
-        full = i32(base + warp * (8 * MAX_STAGES))
-        begin(base)
+        tiles, x_at = quotient(inner, 4), i32(base + x_offset)
+        ring = i32(x_at + m * (2 * dim + 16) + warp * (stages * stage_bytes))
+        _begin(base)
         stride = i32(num_blocks_x() * warps)
         unit = i32(warp * num_blocks_x() + block_x())
         # The cursor of what is asked for runs ahead of what is multiplied.
         next_unit, next_k, asked = unit, i32(0), i32(0)
         known = i32(tiles if w_shared != 0 else 0)
         while asked < stages and next_unit < known:  # constants: no need to wait
-            source = source_of(base, w, w_shared, next_unit, next_k, experts, dim, inner)
-            place, num_bytes = ring + asked * stage_bytes, i32(min(chunk, dim - next_k) * 2)
-            ask(place, full + asked * 8, source, num_bytes)
+            place = i32(ring + asked * stage_bytes)
+            ask_unit(place, base, w, w_shared, next_unit, next_k, experts, dim, inner)
+            copy_commit()
             asked = i32(asked + 1)
             next_unit, next_k = advance(next_unit, next_k, dim, stride)
         wait_prerequisites()
         launch_dependents()
         if warp == 0:
-            list_experts(base, ids, i32(m * slots), slots, experts if w_shared != 0 else i32(-1))
-        copy_rows(x_at, x, x_stride, m, i32(2 * dim), threads)
-        sync_threads()
+            ask_rows(base, x_at, x, x_stride, m, i32(2 * dim))
+        list_them(base, ids, m, slots, experts if w_shared != 0 else i32(-1))
         units = i32(load_shared_b32(base + COUNT_AT) * tiles)
-        while asked < stages and next_unit < units:
-            source = source_of(base, w, w_shared, next_unit, next_k, experts, dim, inner)
-            place, num_bytes = ring + asked * stage_bytes, i32(min(chunk, dim - next_k) * 2)
-            ask(place, full + asked * 8, source, num_bytes)
+        while asked < stages:  # a group for each stage, be it empty
+            if next_unit < units:
+                place = i32(ring + asked * stage_bytes)
+                ask_unit(place, base, w, w_shared, next_unit, next_k, experts, dim, inner)
+                next_unit, next_k = advance(next_unit, next_k, dim, stride)
+            copy_commit()
             asked = i32(asked + 1)
-            next_unit, next_k = advance(next_unit, next_k, dim, stride)
-        _copied()
-        sync_threads()
+        barrier_wait(i32(base + BARRIER_AT), 0)
         own = i32(lane & 7)
         rows = i32(x_at + min(own, i32(m - 1)) * (2 * dim + 16) + (lane >> 3) * 16)
         line = i32(own * pitch + (lane >> 3) * 16)
-        stage, parity = i32(0), i32(0)
+        stage = i32(0)
         while unit < units:
             total = mma_zero()
             for at_k in range(0, dim, chunk):
-                place, barrier = i32(ring + stage * stage_bytes), i32(full + stage * 8)
-                barrier_wait(barrier, parity)
+                place = i32(ring + stage * stage_bytes)
+                arrived()
+                sync_warp()
                 steps = quotient(i32(min(chunk, dim - at_k)), 64)
                 total = multiply(total, i32(place + line), i32(rows + at_k * 2), steps)
                 sync_warp()
                 if next_unit < units:
-                    source = source_of(base, w, w_shared, next_unit, next_k, experts, dim, inner)
-                    ask(place, barrier, source, i32(min(chunk, dim - next_k) * 2))
+                    ask_unit(place, base, w, w_shared, next_unit, next_k, experts, dim, inner)
                     next_unit, next_k = advance(next_unit, next_k, dim, stride)
-                stage = i32(stage + 1)
-                if stage == stages:
-                    stage, parity = i32(0), i32(parity ^ 1)
+                copy_commit()
+                stage = i32(stage + 1 if stage + 1 < stages else 0)
             # Lanes t = 0, 1 of a row hold gate, t = 2, 3 up of the same columns.
             up0, up1 = shuffle_xor_f32(total[0], 2), shuffle_xor_f32(total[1], 2)
             entry, j = quotient(unit, tiles), remainder(unit, tiles)
-            expert = load_shared_b32(base + ENTRIES_AT + entry * 4)
+            expert = load_shared_b32(base + entries + entry * 4)
             pair = pair_of(base, i32(lane >> 2), expert, m, slots)
             if pair >= 0 and lane & 2 == 0:
                 g0, g1 = unpack_bf16(pack_bf16(total[0], total[1]))
@@ -209,48 +193,58 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
     args="ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64 i64",
     threads=lambda tile: tile.threads,
     shared=lambda tile: tile.shared_bytes,
-    min_blocks=lambda tile: tile.blocks_per_sm,
+    min_blocks=lambda tile: tile.places,
     arch="sm_90",
-    variants={f"bf16_{name}": (tile,) for name, tile in DECODE_TILES.items()},
+    variants={f"bf16_{name}": (tile,) for name, tile in DOWN_TILES.items()},
 )
 def make_moe_down(tile: DecodeTile) -> Any:
-    """out[row] = Σ over slots of weight · (W_down · act[pair]) + residual; grid (≤ D / 16).
+    """out[row] = Σ over slots of weight · (W_down · act[pair]) + residual; grid (≤ D / 8).
 
     Arguments: the experts' [E, D, F] and the shared expert's [D, F] (or 0); ids int32 and weights
     float32 [m, slots]; act [m · slots, F]; residual (or 0) and out, bf16 [m, D], which may be the
-    same; m, slots, E, D, F; strides of residual and out in bytes. The ids are read before the wait.
+    same; m, slots, E, D, F; strides of residual and out in bytes. The ids and weights are read
+    before the wait. A thread block takes 8 columns at a time, a warp one expert of them.
     """
-    warps, threads, chunk, stage_bytes = tile.warps, tile.threads, tile.chunk, tile.stage_bytes
-    begin, stages_of, advance, pitch = _begin(tile), _stages(tile), _advance(tile), tile.pitch
-    ask, multiply = ask_chunk(tile), multiply_chunk(tile)
+    warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
+    advance, list_them, pitch = _advance(tile), list_experts(tile), tile.pitch
+    ask, multiply, arrived = ask_chunk(tile), multiply_chunk(tile), copy_wait(stages - 1)
+    entries, weights_offset, y_offset = entries_at(tile), weights_at(tile), tile.list_bytes
 
     @device
-    def source_of(base, w, w_shared, unit, at_k, experts, dim, inner, entries):
-        """Where this lane's row begins; a group of 16 columns has two units an expert."""
-        halves = i32(entries * 2)
-        group, rest = quotient(unit, halves), remainder(unit, halves)
-        column = i32((block_x() + group * num_blocks_x()) * COLUMNS + (rest & 1) * 8)
-        expert = load_shared_b32(base + ENTRIES_AT + (rest >> 1) * 4)
-        start = w_shared if expert == experts else w + i64(expert) * (i64(inner) * dim * 2)
-        return start + (i64(column + (lane_id() & 7)) * inner + at_k) * 2
+    def ask_unit(place, base, w, w_shared, unit, at_k, experts, dim, inner, count):
+        group, entry = quotient(unit, count), remainder(unit, count)
+        column = i32((block_x() + group * num_blocks_x()) * COLUMNS)
+        expert = load_shared_b32(base + entries + entry * 4)
+        start = w_shared
+        if expert != experts:
+            start = w + i64(expert) * (i64(inner) * dim * 2)
+        start = start + (i64(column) * inner + at_k) * 2
+        ask(place, start, i64(inner) * 2, i64(inner) * 8, i32(min(chunk, inner - at_k) * 2))
 
     @device
-    def combine(base, y_at, weights, residual, out, group, m, slots, residual_stride, out_stride):
-        """Add each row's experts, two columns a thread."""
-        for e in range(thread_x(), m * (COLUMNS // 2), threads):
-            row, word = quotient(i32(e), COLUMNS // 2), remainder(i32(e), COLUMNS // 2)
+    def combine(base, y_at, before, out, group, m, slots, out_stride):
+        """Add each row's experts, two columns a thread; nothing here waits for global memory."""
+        row, word = i32(thread_x() >> 2), i32(thread_x() & 3)
+        if row < m:
             a = b = f32(0)
             for s in range(slots):
                 pair = i32(row * slots + s)
-                if load_shared_b32(base + IDS_AT + pair * 4) >= 0:
-                    y0, y1 = unpack_bf16(load_shared_b32(y_at + pair * _Y_BYTES + word * 4))
-                    weight = load_f32(weights + i64(pair) * 4)
-                    a, b = fma(weight, y0, a), fma(weight, y1, b)
+                expert = load_shared_b32(base + IDS_AT + pair * 4)
+                weight = load_shared_f32(base + weights_offset + pair * 4)
+                y0, y1 = unpack_bf16(load_shared_b32(y_at + pair * _Y_BYTES + word * 4))
+                c, d = fma(weight, y0, a), fma(weight, y1, b)
+                a, b = (c if expert >= 0 else a), (d if expert >= 0 else b)
+            r0, r1 = unpack_bf16(before)
             column = i64(group * COLUMNS + word * 2) * 2
-            if residual != 0:
-                r0, r1 = unpack_bf16(load_b32(residual + row * residual_stride + column))
-                a, b = a + r0, b + r1
-            store_b32(out + row * out_stride + column, pack_bf16(a, b))
+            store_b32(out + row * out_stride + column, pack_bf16(a + r0, b + r1))
+
+    @device
+    def residual_word(residual, stride, group, m):
+        """What this thread adds in ``combine``: −0 twice where there is no residual."""
+        row, word = i32(thread_x() >> 2), i32(thread_x() & 3)
+        if residual != 0 and row < m:
+            return load_b32(residual + row * stride + i64(group * COLUMNS + word * 2) * 2)
+        return i32(-0x7FFF8000)
 
     def moe_down(
         w, w_shared, ids, weights, act, residual, out, m, slots, experts, dim, inner,
@@ -258,68 +252,65 @@ def make_moe_down(tile: DecodeTile) -> Any:
     ):  # fmt: skip
         launch_dependents()
         base, lane, warp = dynamic_shared(), lane_id(), i32(thread_x() >> 5)
-        pairs = i32(m * slots)
-        y_at = i32(base + LIST_BYTES)
+        pairs, y_at = i32(m * slots), i32(base + y_offset)
         act_at = i32(y_at + pairs * _Y_BYTES)
-        area = i32(pairs * (2 * inner + 16 + _Y_BYTES))
-        stages = stages_of(area)
-        ring = i32(y_at + area + warp * stages * stage_bytes)
-        full = i32(base + warp * (8 * MAX_STAGES))
-        begin(base)
-        if warp == 0:
-            list_experts(base, ids, pairs, slots, experts if w_shared != 0 else i32(-1))
-        sync_threads()
-        entries = load_shared_b32(base + COUNT_AT)
+        ring = i32(act_at + pairs * (2 * inner + 16) + warp * (stages * stage_bytes))
+        _begin(base)
+        list_them(base, ids, m, slots, experts if w_shared != 0 else i32(-1))
+        count = load_shared_b32(base + COUNT_AT)
         all_groups = quotient(dim, COLUMNS)
         groups = quotient(i32(all_groups - block_x() + num_blocks_x() - 1), num_blocks_x())
-        units = i32(groups * entries * 2)
-        unit, next_unit, next_k, asked = warp, warp, i32(0), i32(0)
-        while asked < stages and next_unit < units:  # constants: no need to wait
-            source = source_of(base, w, w_shared, next_unit, next_k, experts, dim, inner, entries)
-            place, num_bytes = ring + asked * stage_bytes, i32(min(chunk, inner - next_k) * 2)
-            ask(place, full + asked * 8, source, num_bytes)
-            asked = i32(asked + 1)
-            next_unit, next_k = advance(next_unit, next_k, inner, warps)
+        units = i32(groups * count)
+        unit, next_unit, next_k = warp, warp, i32(0)
+        for asked in range(stages):  # constants: no need to wait
+            if next_unit < units:
+                place = i32(ring + asked * stage_bytes)
+                ask_unit(place, base, w, w_shared, next_unit, next_k, experts, dim, inner, count)
+                next_unit, next_k = advance(next_unit, next_k, inner, i32(warps))
+            copy_commit()
+        if thread_x() < pairs:
+            weight = load_f32(weights + i64(thread_x()) * 4)
+            store_shared_f32(base + weights_offset + thread_x() * 4, weight)
         wait_prerequisites()
-        copy_rows(act_at, act, i64(inner) * 2, pairs, i32(2 * inner), threads)
-        _copied()
+        if warp == 0:
+            ask_rows(base, act_at, act, i64(inner) * 2, pairs, i32(2 * inner))
         sync_threads()
+        before = residual_word(residual, residual_stride, block_x(), m)
         own, word = i32(lane & 7), i32(lane & 3)
         line = i32(own * pitch + (lane >> 3) * 16)
-        stage, parity = i32(0), i32(0)
+        stage = i32(0)
         for group in range(groups):
-            end = i32((group + 1) * entries * 2)
+            columns = i32(block_x() + group * num_blocks_x())
+            if group > 0:
+                before = residual_word(residual, residual_stride, columns, m)
+            end = i32((group + 1) * count)
             while unit < end:
-                rest = remainder(unit, i32(entries * 2))
-                expert = load_shared_b32(base + ENTRIES_AT + (rest >> 1) * 4)
+                expert = load_shared_b32(base + entries + remainder(unit, count) * 4)
                 pair = pair_of(base, own, expert, m, slots)
-                source_row = i32(act_at + max(pair, i32(0)) * (2 * inner + 16) + (lane >> 3) * 16)
+                rows = i32(act_at + max(pair, i32(0)) * (2 * inner + 16) + (lane >> 3) * 16)
+                barrier_wait(i32(base + BARRIER_AT), 0)  # once it is over, at no cost
                 total = mma_zero()
                 for at_k in range(0, inner, chunk):
-                    place, barrier = i32(ring + stage * stage_bytes), i32(full + stage * 8)
-                    barrier_wait(barrier, parity)
+                    place = i32(ring + stage * stage_bytes)
+                    arrived()
+                    sync_warp()
                     steps = quotient(i32(min(chunk, inner - at_k)), 64)
-                    total = multiply(total, i32(place + line), i32(source_row + at_k * 2), steps)
+                    total = multiply(total, i32(place + line), i32(rows + at_k * 2), steps)
                     sync_warp()
                     if next_unit < units:
-                        source = source_of(
-                            base, w, w_shared, next_unit, next_k, experts, dim, inner, entries
+                        ask_unit(
+                            place, base, w, w_shared, next_unit, next_k, experts, dim, inner, count
                         )
-                        ask(place, barrier, source, i32(min(chunk, inner - next_k) * 2))
-                        next_unit, next_k = advance(next_unit, next_k, inner, warps)
-                    stage = i32(stage + 1)
-                    if stage == stages:
-                        stage, parity = i32(0), i32(parity ^ 1)
+                        next_unit, next_k = advance(next_unit, next_k, inner, i32(warps))
+                    copy_commit()
+                    stage = i32(stage + 1 if stage + 1 < stages else 0)
                 target = shuffle_b32(pair, i32(lane >> 2))  # lane g < 8 knows the pair of row g
                 if target >= 0:
-                    at = i32(y_at + target * _Y_BYTES + (rest & 1) * 16 + word * 4)
+                    at = i32(y_at + target * _Y_BYTES + word * 4)
                     store_shared_b32(at, pack_bf16(total[0], total[1]))
                 unit = i32(unit + warps)
             sync_threads()
-            columns = i32(block_x() + group * num_blocks_x())
-            combine(
-                base, y_at, weights, residual, out, columns, m, slots, residual_stride, out_stride
-            )
+            combine(base, y_at, before, out, columns, m, slots, out_stride)
             if group + 1 < groups:
                 sync_threads()
 

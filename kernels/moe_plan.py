@@ -15,18 +15,23 @@ from dataclasses import dataclass
 
 MAX_SLOTS = 32
 """Choices of a row, the shared expert included."""
-COLUMNS = 16
+COLUMNS = 8
 """Columns of the output that a thread block of ``moe_down`` takes at once."""
-LIST_BYTES = 4096
-"""Shared memory in front: barriers, the rows' choices, the experts to read."""
-MAX_PAIRS = 8 * MAX_SLOTS
-_FULL = 227 * 1024  # the most shared memory of a thread block, sm_90
-_HALF = 113 * 1024  # two thread blocks on an SM
+# Shared memory of a thread block, sm_90, so that an SM holds one, two or three.
+_FULL, _HALF, _THIRD = 227 * 1024, 113 * 1024, 75 * 1024
+
+ROUTE_VARIANTS = {"e128": 4, "e256": 8, "e512": 16, "e1024": 32}
+"""``moe_route_<variant>``: experts that a lane has in registers."""
+
+
+def route_variant(experts: int) -> str | None:
+    """The routing kernel for a number of experts, or None above 1,024."""
+    return next((name for name, n in ROUTE_VARIANTS.items() if experts <= 32 * n), None)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
-    """What a warp of the decode kernels has in flight: a ring of stages of its own.
+    """A thread block of a decode kernel: each warp has a ring of stages of its own.
 
     Attributes
     ----------
@@ -34,15 +39,21 @@ class DecodeTile:
         Rows of activations, at most 8.
     warps : int
     chunk : int
-        Elements of K in a stage, which holds 8 rows of weights.
+        Elements of K in a stage, which holds 8 rows of weights: 64, 128 or 256.
+    stages : int
+        Stages of a warp's ring.
+    blocks_per_sm : int
+        Thread blocks of the kernel on an SM. With two, the next kernel's come as they leave.
     shared_bytes : int
-        Of a thread block: lists, activations, rings. With half of an SM's, ``moe_down`` starts
-        beside ``moe_gate_up`` and has its weights on the way when that one ends.
+        Dynamic shared memory of a thread block. If it leaves room, the next kernel's are on the SM
+        as well, with their weights on the way.
     """
 
     rows: int
     warps: int
     chunk: int
+    stages: int
+    blocks_per_sm: int
     shared_bytes: int
 
     @property
@@ -61,22 +72,74 @@ class DecodeTile:
         return 8 * self.pitch
 
     @property
-    def blocks_per_sm(self) -> int:
-        """Thread blocks that an SM holds."""
-        return 2 if self.shared_bytes <= _HALF else 1
+    def ring_bytes(self) -> int:
+        """Of all warps."""
+        return self.warps * self.stages * self.stage_bytes
 
-    def stages(self, dim: int, inner: int, slots: int, rows: int) -> int:
-        """Stages that ``moe_down``, the hungrier kernel, leaves a warp; 2 are needed."""
-        del dim
-        taken = LIST_BYTES + rows * slots * (2 * inner + 16 + 2 * COLUMNS)
-        return (self.shared_bytes - taken) // (self.warps * self.stage_bytes)
+    @property
+    def max_pairs(self) -> int:
+        """Choices of all rows."""
+        return self.rows * MAX_SLOTS
+
+    @property
+    def list_bytes(self) -> int:
+        """In front: a barrier, counts, ids and weights of the choices, experts to read."""
+        return (64 + 4 * (3 * self.max_pairs + 1) + 63) // 64 * 64
+
+    @property
+    def places(self) -> int:
+        """Thread blocks of this size, of this kernel or the next one, that fit an SM."""
+        return (_FULL + 1024) // (self.shared_bytes + 1024)
+
+    def has_room(self, area: int) -> bool:
+        """Whether ``area`` bytes of activations fit beside the rings."""
+        return self.list_bytes + area + self.ring_bytes <= self.shared_bytes
 
 
-DECODE_TILES: dict[str, DecodeTile] = {
-    "r2": DecodeTile(2, 8, 256, _HALF),
-    "r8": DecodeTile(8, 8, 256, _FULL),
+def gate_up_area(rows: int, dim: int) -> int:
+    """Bytes of activations in shared memory, of ``moe_gate_up``."""
+    return rows * (2 * dim + 16)
+
+
+def down_area(rows: int, slots: int, inner: int) -> int:
+    """Of ``moe_down``: activations, and the outputs of each choice."""
+    return rows * slots * (2 * inner + 16 + 2 * COLUMNS)
+
+
+GATE_UP_TILES: dict[str, DecodeTile] = {
+    "r1": DecodeTile(1, 8, 256, 3, 2, _HALF),
+    "r2": DecodeTile(2, 8, 256, 3, 2, _HALF),
+    "r4": DecodeTile(4, 8, 128, 5, 2, _HALF),
+    "r8": DecodeTile(8, 16, 128, 5, 1, _FULL),
+    "t1a": DecodeTile(1, 8, 128, 6, 2, _HALF),
+    "t1b": DecodeTile(1, 12, 128, 2, 1, _THIRD),
+    "t1c": DecodeTile(1, 12, 256, 4, 1, _FULL),
+    "t1d": DecodeTile(1, 10, 128, 3, 1, _THIRD),
+    "t2a": DecodeTile(2, 8, 128, 5, 2, _HALF),
+    "t4a": DecodeTile(4, 16, 128, 5, 1, _FULL),
+    "t8a": DecodeTile(8, 8, 128, 4, 2, _HALF),
+    "t8b": DecodeTile(8, 16, 256, 2, 1, _FULL),
 }
-"""``moe_gate_up_bf16_<variant>`` and ``moe_down_bf16_<variant>``."""
+"""``moe_gate_up_bf16_<variant>``."""
+
+DOWN_TILES: dict[str, DecodeTile] = {
+    "r1": DecodeTile(1, 9, 128, 5, 2, _HALF),  # 8 experts and a shared one: a warp each
+    "r2": DecodeTile(2, 8, 128, 5, 2, _HALF),
+    "r4": DecodeTile(4, 8, 128, 3, 2, _HALF),
+    "r8": DecodeTile(8, 16, 128, 3, 1, _FULL),
+    "t1a": DecodeTile(1, 9, 256, 2, 2, _HALF),
+    "t1b": DecodeTile(1, 9, 128, 3, 2, _THIRD),
+    "t1c": DecodeTile(1, 9, 64, 9, 2, _HALF),
+    "t1d": DecodeTile(1, 9, 128, 3, 2, _THIRD),
+    "t2a": DecodeTile(2, 9, 128, 4, 2, _HALF),
+    "t4a": DecodeTile(4, 16, 128, 4, 1, _FULL),
+    "t8a": DecodeTile(8, 12, 256, 2, 1, _FULL),
+    "t8b": DecodeTile(8, 24, 64, 4, 1, _FULL),
+}
+"""``moe_down_bf16_<variant>``."""
+
+_CHOSEN = ("r1", "r2", "r4", "r8")
+"""By rows; the others are on trial, see ``benchmarks/gpu_moe.py --tune``."""
 
 
 def decode_variant(rows: int, *, dim: int, inner: int, slots: int) -> str | None:
@@ -92,13 +155,14 @@ def decode_variant(rows: int, *, dim: int, inner: int, slots: int) -> str | None
     """
     if dim % 64 or inner % 64 or not 1 <= slots <= MAX_SLOTS:
         return None
-    for name, tile in DECODE_TILES.items():
-        x_bytes = LIST_BYTES + rows * (2 * dim + 16)
-        ring = 2 * tile.warps * tile.stage_bytes
-        fits = x_bytes + ring <= tile.shared_bytes and tile.stages(dim, inner, slots, rows) >= 2
-        if rows <= tile.rows and fits:
-            return name
-    return None
+    return next((n for n in _CHOSEN if fits(n, rows, dim=dim, inner=inner, slots=slots)), None)
+
+
+def fits(name: str, rows: int, *, dim: int, inner: int, slots: int) -> bool:
+    """Whether the decode kernels of a name have room for rows of a shape."""
+    gate_up, down = GATE_UP_TILES[name], DOWN_TILES[name]
+    has_room = gate_up.has_room(gate_up_area(rows, dim))
+    return has_room and down.has_room(down_area(rows, slots, inner)) and rows <= gate_up.rows
 
 
 @dataclass(frozen=True, slots=True)

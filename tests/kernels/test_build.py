@@ -21,6 +21,7 @@ if not HAS_COMPILER:
 from atlas_kernels import build, cache
 from atlas_kernels.build import KernelBuildError
 from atlas_kernels.manifest import KernelInfo
+from atlas_kernels.moe_plan import GATE_UP_TILES
 from atlas_kernels.ptx_memory import load_f32, store_f32
 from atlas_kernels.registry import KERNELS, load_table, register
 
@@ -47,7 +48,7 @@ SPILLS: dict[str, dict[str, str]] = {
 """Kernels that may spill on an architecture, each with the reason."""
 
 
-LATE_TRIGGERS = ("moe_gate_up_bf16_r2", "moe_gate_up_bf16_r8")
+LATE_TRIGGERS = tuple(f"moe_gate_up_bf16_{name}" for name in GATE_UP_TILES)
 """Kernels that let the next one start after their own wait: it reads what came before both."""
 
 

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from atlas_kernels.moe_plan import (
     COLUMNS,
-    DECODE_TILES,
+    DOWN_TILES,
+    GATE_UP_TILES,
     GROUPED_TILES,
     MAX_SLOTS,
     decode_variant,
     grouped_variant,
+    route_variant,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,10 +27,13 @@ EXPERTS, DIM, INNER = 6, 384, 64
 
 
 def test_tiles_fit_an_sm() -> None:
-    for tile in DECODE_TILES.values():
-        assert (tile.shared_bytes + 1024) * tile.blocks_per_sm <= 228 * 1024
+    for tile in (*GATE_UP_TILES.values(), *DOWN_TILES.values()):
+        assert (tile.shared_bytes + 1024) * tile.places <= 228 * 1024
+        assert tile.blocks_per_sm <= tile.places
+        assert tile.threads * tile.blocks_per_sm <= 1024, "64 registers a thread at least"
         assert tile.pitch // 16 % 2 == 1, "bank conflicts"
-        assert tile.warps * 8 * 8 <= 1008, "barriers"
+        assert tile.chunk in (64, 128, 256), "8, 16 or 32 lanes copy a row"
+        assert tile.max_pairs <= min(tile.threads, 256), "a thread lists a pair"
     for grouped in GROUPED_TILES.values():
         assert grouped.shared_bytes <= 99 * 1024, "the least of all GPUs since sm_80"
         assert grouped.rows * (grouped.columns + 4) * 4 <= grouped.shared_bytes
@@ -45,20 +50,21 @@ def test_tiles_fit_an_sm() -> None:
 def test_a_decode_variant_has_room(rows: int, dim: int, inner: int, slots: int) -> None:
     name = decode_variant(rows, dim=dim, inner=inner, slots=slots)
     if name is not None:
-        tile = DECODE_TILES[name]
-        assert rows <= tile.rows
-        assert tile.stages(dim, inner, slots, rows) >= 2
-        x_bytes = rows * (2 * dim + 16)
-        assert 4096 + x_bytes + 2 * tile.warps * tile.stage_bytes <= tile.shared_bytes
+        gate_up, down = GATE_UP_TILES[name], DOWN_TILES[name]
+        assert rows <= min(gate_up.rows, down.rows)
+        x_bytes, act_bytes = rows * (2 * dim + 16), rows * slots * (2 * inner + 16 + 2 * COLUMNS)
+        assert gate_up.list_bytes + x_bytes + gate_up.ring_bytes <= gate_up.shared_bytes
+        assert down.list_bytes + act_bytes + down.ring_bytes <= down.shared_bytes
 
 
 def test_variants_of_known_shapes() -> None:
     for slots, inner in ((9, 512), (8, 768)):
-        chosen = [decode_variant(m, dim=2048, inner=inner, slots=slots) for m in (1, 2, 3, 8, 9)]
-        assert chosen == ["r2", "r2", "r8", "r8", None]
+        chosen = [decode_variant(m, dim=2048, inner=inner, slots=slots) for m in (1, 2, 3, 4, 8, 9)]
+        assert chosen == ["r1", "r2", "r4", "r4", "r8", None]
     assert decode_variant(1, dim=2050, inner=512, slots=9) is None
     assert grouped_variant(128, experts=257, slots=9) == "r16"
     assert grouped_variant(8192, experts=257, slots=9) == "r128"
+    assert [route_variant(n) for n in (128, 129, 1024, 1025)] == ["e128", "e256", "e1024", None]
 
 
 def _route(
@@ -75,7 +81,8 @@ def _route(
     active_at = 0 if active is None else bench.memory.put(active)
     args = [source.address, bias_at, shared_at, active_at, ids_at, weights_at, scores.shape[1]]
     args += [top_k, slots, int(sigmoid), int(normalize), np.float32(0), np.float32(scaling)]
-    bench.run("moe_route", (rows, 1), [*args, source.stride, 4])
+    name = f"moe_route_{route_variant(scores.shape[1])}"
+    bench.run(name, (rows, 1), [*args, source.stride, 4])
     return bench.memory.get(ids_at, ids), bench.memory.get(weights_at, weights)
 
 
@@ -207,8 +214,8 @@ class Experts:
         bench, rows, slots = self.bench, len(x), self.slots
         gate_up, down, shared_gate_up, shared_down = self.addresses
         source, ids_at = bench.put(x, "bf16", pad=8), bench.put_ints(ids)
-        getattr(bench.memory, "constants", set()).add(ids_at)
-        weights_at = bench.memory.put(weights)
+        bench.early(ids_at)  # gate_up waited for whoever wrote them
+        weights_at = bench.early(bench.memory.put(weights))
         act = bench.empty((rows * slots, INNER), "bf16").address
         args = [gate_up, shared_gate_up, source.address, ids_at, act, rows, slots, EXPERTS, DIM]
         bench.run(f"moe_gate_up_bf16_{variant}", (3, 1), [*args, INNER, source.stride])
@@ -238,7 +245,7 @@ class Experts:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(("rows", "variant"), [(1, "r2"), (5, "r8")])
+@pytest.mark.parametrize(("rows", "variant"), [(1, "r1"), (3, "r4"), (5, "r8")])
 def test_decode_and_grouped(bench: Bench, rows: int, variant: str, shared: bool) -> None:
     experts = Experts(bench, shared=shared, seed=rows)
     x = rounded(experts.random.standard_normal((rows, DIM)).astype(np.float32), "bf16")
@@ -268,7 +275,8 @@ def test_bits_of_a_row_depend_on_the_row_alone(bench: Bench) -> None:
         runs.append(experts.grouped(x, ids, weights, out, variant=variant))
     np.testing.assert_array_equal(runs[0], runs[1])
     np.testing.assert_array_equal(runs[0], runs[2])
-    for first, count, variant in ((0, 1, "r2"), (0, 1, "r8"), (7, 2, "r2"), (11, 8, "r8")):
+    runs_alone = ((0, 1, "r1"), (0, 1, "r8"), (7, 2, "r2"), (40, 4, "r4"), (11, 8, "r8"))
+    for first, count, variant in runs_alone:
         part = slice(first, first + count)
         out = bench.put(residual[part], "bf16")
         alone = experts.decode(x[part], ids[part], weights[part], out, variant=variant)

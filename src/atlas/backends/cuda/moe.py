@@ -6,7 +6,15 @@ more rows are sorted by expert first. Both sum in one order.
 
 from __future__ import annotations
 
-from atlas_kernels.moe_plan import COLUMNS, GROUPED_TILES, decode_variant, grouped_variant
+from atlas_kernels.moe_plan import (
+    COLUMNS,
+    DOWN_TILES,
+    GATE_UP_TILES,
+    GROUPED_TILES,
+    decode_variant,
+    grouped_variant,
+    route_variant,
+)
 
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import Args, is_aligned, match, require
@@ -14,7 +22,7 @@ from atlas.backends.cuda.launch import Queue
 from atlas.backends.cuda.pack import DeviceMatrix
 from atlas.errors import ShapeError
 
-_CLUSTERED = (9, 0)  # the decode kernels' copies need it
+_BULK_COPIES, _SMALL_SM = (9, 0), (12, 0)  # decode kernels take up to 227 KB of an SM's memory
 _MOST_EXPERTS, _MOST_CHOICES = 1024, 31
 _COMBINE_COLUMNS = 1024
 _EPSILON = 0.0
@@ -32,11 +40,12 @@ def moe_route(
     sizes = match("float32", "T E", scores, "T X", weights)
     match("int32", f"{sizes['T']} {sizes['X']}", ids)
     _require_contiguous(ids=ids, weights=weights)
-    require(sizes["E"] <= _MOST_EXPERTS, "experts", sizes["E"], f"up to {_MOST_EXPERTS}")
+    variant = route_variant(sizes["E"])
+    require(variant is not None, "experts", sizes["E"], f"up to {_MOST_EXPERTS}")
     require(sizes["X"] <= _MOST_CHOICES, "experts a row", sizes["X"], f"up to {_MOST_CHOICES}")
     args: Args = (scores, 0, 0, 0, ids, weights, sizes["E"], sizes["X"], sizes["X"])
     args += (0, int(normalize), _EPSILON, 1.0, scores.strides[0], 0)
-    queue.launch("moe_route", (sizes["T"], 1), args)
+    queue.launch(f"moe_route_{variant}", (sizes["T"], 1), args)
 
 
 def moe_experts(
@@ -70,13 +79,15 @@ def moe_experts(
         raise ShapeError(f"rows of x {x} and out {out} must lie at multiples of 16 bytes")
     act, weight, second = expert_activated, gate_up.data, down.data
     variant = None
-    if queue.device.capability >= _CLUSTERED:
+    if _BULK_COPIES <= queue.device.capability < _SMALL_SM:
         variant = decode_variant(rows, dim=dim, inner=inner, slots=slots)
     if variant is not None:
         args: Args = (weight, 0, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
-        queue.launch(f"moe_gate_up_bf16_{variant}", (queue.device.num_sms, 1), args)
+        blocks = queue.device.num_sms * GATE_UP_TILES[variant].blocks_per_sm
+        queue.launch(f"moe_gate_up_bf16_{variant}", (blocks, 1), args)
         args = (second, 0, ids, weights, act, out, out, rows, slots, experts, dim, inner)
-        grid = (min(queue.device.num_sms, dim // COLUMNS), 1)
+        blocks = queue.device.num_sms * DOWN_TILES[variant].blocks_per_sm
+        grid = (min(blocks, dim // COLUMNS), 1)
         queue.launch(f"moe_down_bf16_{variant}", grid, (*args, *out.strides[:1] * 2))
         return
     variant = grouped_variant(rows, experts=experts, slots=slots)
