@@ -107,8 +107,9 @@ ATLAS_API const char *atlas_version(void);
 ATLAS_API uint32_t atlas_abi_version(void);
 
 /* 1 if this installation offers a capability, else 0: "device.cpu", "device.cuda", "sequence.fork",
- * "sequence.save", "speculative.verify", "speculative.mtp", "request.submit", ...  A name that no
- * version knows is 0 too, with a message, and so is a runtime that does not start. */
+ * "sequence.save", "speculative.verify", "speculative.mtp", "request.submit", "request.translate",
+ * ...  A name that no version knows is 0 too, with a message, and so is a runtime that does not
+ * start. */
 ATLAS_API int32_t atlas_has(const char *capability);
 
 /* Start the runtime; every other function does it with (NULL, NULL, 0) when this was not called.
@@ -156,6 +157,7 @@ typedef struct atlas_detokenizer atlas_detokenizer;      /* ids to text, one by 
 typedef struct atlas_sequence atlas_sequence;            /* one stream of tokens and its state */
 typedef struct atlas_logits atlas_logits;                /* rows that a forward has written */
 typedef struct atlas_sampling atlas_sampling;            /* sampling parameters */
+typedef struct atlas_beam_search atlas_beam_search;      /* how to search for a translation */
 typedef struct atlas_sampler atlas_sampler;              /* one sample's random stream and history */
 typedef struct atlas_request atlas_request;              /* a submitted request */
 typedef struct atlas_event atlas_event;                  /* something that happened to a request */
@@ -514,18 +516,43 @@ ATLAS_API atlas_status atlas_sampler_rewind(atlas_sampler *sampler, size_t num_t
 ATLAS_API atlas_status atlas_sampler_get_seed(atlas_sampler *sampler, uint64_t *seed);
 ATLAS_API atlas_status atlas_sampler_free(atlas_sampler *sampler);
 
+/* ---- beam search --------------------------------------------------------------------------- */
+
+/* Parameters by name, with the meanings and ranges of the Python API's atlas.BeamParams:
+ * "num_beams" (1 ... 16; 4), "max_tokens" (null: all that fit), "length_penalty" (1.0),
+ * "early_stopping" (true, false, "never"), "no_repeat_ngram" (0: none), "num_return" (1).  An unknown
+ * key, with the nearest name, and a value out of range are ATLAS_ERROR_INVALID_ARGUMENT;
+ * combinations are checked when the parameters are used. */
+ATLAS_API atlas_status atlas_beam_search_create(atlas_beam_search **beam_search);
+ATLAS_API atlas_status atlas_beam_search_set(atlas_beam_search *beam_search, const char *key,
+                                             const char *value);
+ATLAS_API atlas_status atlas_beam_search_set_integer(atlas_beam_search *beam_search,
+                                                     const char *key, int64_t value);
+ATLAS_API atlas_status atlas_beam_search_set_number(atlas_beam_search *beam_search, const char *key,
+                                                    double value);
+ATLAS_API atlas_status atlas_beam_search_free(atlas_beam_search *beam_search);
+
 /* ---- requests ------------------------------------------------------------------------------ */
 
+/* A translation model (M2M100, NLLB) takes requests with two languages.  Its `text` or `tokens` are
+ * the source without language tag and end token, which are added; nothing in a text becomes one.
+ * It searches as `beam_search` says, or draws samples as `sampling` says: not both.  Other models
+ * refuse languages and beam searches: ATLAS_ERROR_CAPABILITY. */
 typedef struct atlas_request_params {
     size_t struct_size;
     const char *text;               /* a prompt as text, encoded with special tokens added; or ... */
     size_t text_len;
     const int32_t *tokens;          /* ... as ids: exactly one of the two */
     size_t num_tokens;
-    const atlas_sampling *sampling; /* NULL: greedy, 128 tokens */
+    const atlas_sampling *sampling; /* NULL: greedy, 128 tokens; a translation: beam search */
     void *user;                     /* handed back in events */
     int32_t priority;               /* lower runs first and is preempted last */
     int32_t reserved;
+    const char *source_language;    /* a code such as "eng_Latn", NUL-terminated ... */
+    const char *target_language;
+    const atlas_beam_search *beam_search; /* NULL: four beams */
+    int32_t source_tag;             /* ... or the id of a language's tag; neither: the default */
+    int32_t target_tag;
 } atlas_request_params;
 
 static inline void atlas_request_params_init(atlas_request_params *params) {
@@ -588,7 +615,7 @@ typedef struct atlas_event_info {
     const atlas_token_logprob *logprobs; /* of `tokens`, if "logprobs" is set; else NULL */
     const atlas_token_logprob *top;      /* num_top for each of `tokens` */
     size_t num_top;
-    int32_t sample;         /* which of the request's n samples */
+    int32_t sample;         /* which of the request's n samples or num_return hypotheses */
     int32_t finish_reason;  /* of the sample */
     int32_t stop_token;     /* the end token, or -1 */
     int32_t is_last;        /* 1: the request has ended, no event of it follows */
@@ -599,6 +626,7 @@ typedef struct atlas_event_info {
     uint64_t prompt_tokens;    /* usage, in the last event; else 0 */
     uint64_t cached_tokens;    /* of the prompt, taken from a prefix cache */
     uint64_t completion_tokens; /* of all samples, end tokens included */
+    double score; /* of a beam search's hypothesis, when it ends; else NaN */
 } atlas_event_info;
 
 static inline void atlas_event_info_init(atlas_event_info *info) {
@@ -614,8 +642,8 @@ ATLAS_API atlas_status atlas_event_free(atlas_event *event);
  * not freed by it.  Return 0 to go on; anything else cancels. */
 typedef int32_t (*atlas_generate_callback)(void *user, atlas_event *event);
 
-/* Run one request of one sample (no "n", no "prompt_logprobs") to its end, among the others that are
- * queued.  `callback`, which may be NULL, gets each step's news
+/* Run one request of one sample (no "n", "num_return", "prompt_logprobs") to its end, among the
+ * others that are queued.  `callback`, which may be NULL, gets each step's news
  * with params->user; `result`, which may be NULL, the whole as one event (NULL or a handle to reuse).
  * ATLAS_OK too when the callback cancels it (ATLAS_FINISH_CANCELLED).  A request that fails while it
  * runs returns its error, and the result holds what there was until then. */
@@ -623,6 +651,30 @@ ATLAS_API atlas_status atlas_engine_generate(atlas_engine *engine,
                                              const atlas_request_params *params,
                                              atlas_generate_callback callback,
                                              atlas_event **result);
+
+/* ---- translation --------------------------------------------------------------------------- */
+
+/* The codes of a translation model's languages, sorted, one a line.  ATLAS_ERROR_TOKENIZER: it came
+ * without a tokenizer, and languages are ids of tags. */
+ATLAS_API atlas_status atlas_engine_get_languages(atlas_engine *engine, char *buffer,
+                                                  size_t capacity, size_t *length);
+
+/* The languages, as codes, of requests that name none and of sequences that are driven by hand. */
+ATLAS_API atlas_status atlas_engine_set_default_languages(atlas_engine *engine,
+                                                          const char *source_language,
+                                                          const char *target_language);
+
+/* Translate NUL-terminated texts, all of them together, and wait.  `beam_search` may be NULL.
+ * `results` has `num_results` places, as many as texts times "num_return" (1 if not set), each NULL
+ * or a handle to reuse: results[i * num_return + j] becomes the j-th best translation of texts[i],
+ * as one event.  Languages may be NULL where defaults
+ * are set.  A text that is refused fails the call, before anything runs.  One that fails while
+ * it runs returns its error, and all results are set. */
+ATLAS_API atlas_status atlas_translate(atlas_engine *engine, const char *const *texts,
+                                       size_t num_texts, const char *source_language,
+                                       const char *target_language,
+                                       const atlas_beam_search *beam_search, atlas_event **results,
+                                       size_t num_results);
 
 #ifdef __cplusplus
 }

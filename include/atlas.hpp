@@ -174,6 +174,12 @@ public:
     }
 };
 
+/* Whole numbers serve parameters of both kinds, integers and others. */
+inline bool is_whole(double value) noexcept {
+    return value >= -9e15 && value <= 9e15 &&
+           value == static_cast<double>(static_cast<std::int64_t>(value));
+}
+
 class sampling : public owner<atlas_sampling, atlas_sampling_free> {
 public:
     sampling() { check(atlas_sampling_create(out())); }
@@ -185,11 +191,24 @@ public:
         return *this;
     }
     sampling &set(const char *key, double value) {
-        /* Whole numbers serve both kinds of parameters. */
-        const bool whole = value >= -9e15 && value <= 9e15 &&
-                           value == static_cast<double>(static_cast<std::int64_t>(value));
-        check(whole ? atlas_sampling_set_integer(native(), key, static_cast<std::int64_t>(value))
-                    : atlas_sampling_set_number(native(), key, value));
+        check(is_whole(value)
+                  ? atlas_sampling_set_integer(native(), key, static_cast<std::int64_t>(value))
+                  : atlas_sampling_set_number(native(), key, value));
+        return *this;
+    }
+};
+
+class beam_search : public owner<atlas_beam_search, atlas_beam_search_free> {
+public:
+    beam_search() { check(atlas_beam_search_create(out())); }
+    beam_search &set(const char *key, const std::string &value) {
+        check(atlas_beam_search_set(native(), key, value.c_str()));
+        return *this;
+    }
+    beam_search &set(const char *key, double value) {
+        check(is_whole(value)
+                  ? atlas_beam_search_set_integer(native(), key, static_cast<std::int64_t>(value))
+                  : atlas_beam_search_set_number(native(), key, value));
         return *this;
     }
 };
@@ -202,6 +221,10 @@ public:
         atlas_event_info_init(&values);
         check(atlas_event_get_info(native(), &values));
         return values;
+    }
+    std::string text() const {
+        const atlas_event_info values = info();
+        return std::string(values.text, values.text_len);
     }
 };
 
@@ -249,6 +272,26 @@ public:
     void decode_batch(token_span ids, const std::vector<atlas_sequence *> &sequences, logits &rows) {
         if (ids.size() != sequences.size()) throw std::invalid_argument("one token for each sequence");
         check(atlas_engine_decode_batch(native(), ids.data(), sequences.data(), ids.size(), rows.out()));
+    }
+    /* The best translations of each text, `num_return` of them as set in `beams`, text after text. */
+    std::vector<event> translate(const std::vector<std::string> &texts, const std::string &source,
+                                 const std::string &target, const beam_search *beams = nullptr,
+                                 std::size_t num_return = 1) {
+        std::vector<const char *> pointers;
+        for (const std::string &text : texts) pointers.push_back(text.c_str());
+        std::vector<atlas_event *> found(texts.size() * num_return, nullptr);
+        const atlas_status status = atlas_translate(
+            native(), pointers.data(), texts.size(), source.c_str(), target.c_str(),
+            beams == nullptr ? nullptr : beams->native(), found.data(), found.size());
+        std::vector<event> results;
+        for (atlas_event *handle : found) results.emplace_back(handle);
+        check(status);
+        return results;
+    }
+    std::string languages() const {
+        return filled_text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+            return atlas_engine_get_languages(native(), buffer, capacity, length);
+        });
     }
     /* `on_text` sees each step's event and returns whether to go on; what it throws ends the request
      * and is thrown again here. */

@@ -18,17 +18,30 @@ if TYPE_CHECKING:
     from atlas.request import Completion as Completion
     from atlas.request import Delta as Delta
     from atlas.sampling import SamplingParams as SamplingParams
+    from atlas.translation import BeamParams as BeamParams
+    from atlas.translation import Translation as Translation
 
 # Imported on first use, so that `import atlas` is fast and touches nothing.
 _LAZY = {
     "AtlasError": "atlas.errors",
+    "BeamParams": "atlas.translation",
     "Completion": "atlas.request",
     "Delta": "atlas.request",
     "Engine": "atlas.engine",
     "SamplingParams": "atlas.sampling",
+    "Translation": "atlas.translation",
 }
 
-__all__ = ["AtlasError", "Completion", "Delta", "Engine", "SamplingParams", "__version__"]
+__all__ = [
+    "AtlasError",
+    "BeamParams",
+    "Completion",
+    "Delta",
+    "Engine",
+    "SamplingParams",
+    "Translation",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from atlas.errors import UnsupportedModelError
 
-Activation = Literal["silu", "gelu_tanh", "relu_squared"]
+Activation = Literal["silu", "gelu_tanh", "relu", "relu_squared"]
 LayerKind = Literal["attention", "gated_delta", "mamba2", "mlp", "moe"]
 """What a layer is: its mixer, which an MLP or experts may follow, or only one of the latter."""
 
@@ -191,8 +191,29 @@ def _require_taps(conv_width: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """The encoder in front of a decoder, and what a translation begins and is padded with.
+
+    Its hidden size, vocabulary and embedding are the decoder's.
+    """
+
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    max_source_len: int  # language tag and end token included
+    padding_token_id: int
+    start_token_id: int  # the decoder's first input
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_heads", "intermediate_size", "max_source_len"):
+            value = getattr(self, name)
+            if not 0 < value < 2**31:
+                raise UnsupportedModelError(f"encoder {name} is {value}; allowed: 1 … 2**31 - 1")
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shapes and switches of a decoder. Sizes count elements.
+    """Shapes and switches of a decoder, alone or behind an encoder. Sizes count elements.
 
     The attention sizes are 0 where no layer attends, ``intermediate_size`` where no MLP is dense.
     """
@@ -230,6 +251,7 @@ class ModelConfig:
     gated_delta: GatedDeltaConfig | None = None
     mamba2: Mamba2Config | None = None
     mtp_kinds: tuple[LayerKind, ...] = ()  # layers of the multi-token prediction head, if any
+    encoder: EncoderConfig | None = None  # translation models
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -294,8 +316,8 @@ class ModelConfig:
 
     @property
     def has_mlp_gate(self) -> bool:
-        """Whether feed-forward blocks multiply by a gate; those of ReLU² do not."""
-        return self.activation != "relu_squared"
+        """Whether feed-forward blocks multiply by a gate; those of ReLU and ReLU² do not."""
+        return self.activation not in ("relu", "relu_squared")
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

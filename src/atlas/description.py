@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from html import escape
 
+from atlas.config import ModelConfig
 from atlas.model.lifetime import Lifetime
 from atlas.model.load import LoadedModel
 
@@ -19,7 +20,7 @@ def describe(loaded: LoadedModel, path: str, format_name: str, reason: str) -> d
     formats = Counter(loaded.formats.values())
     recurrent = _recurrent(loaded)
     return {
-        "model": f"{core.config.architecture}, {core.config.num_layers} layers × "
+        "model": f"{core.config.architecture}, {_layers(core.config)} layers × "
         f"{core.config.hidden_size}",
         "file": f"{path} ({format_name})",
         "weights": ", ".join(f"{count} × {name}" for name, count in sorted(formats.items())),
@@ -45,6 +46,12 @@ def _recurrent(loaded: LoadedModel) -> str:
         f"{counts.running - states.running.num_free} of {counts.running} slots, "
         f"{snapshots.num_used} of {snapshots.num_total} snapshots"
     )
+
+
+def _layers(config: ModelConfig) -> str:
+    if config.encoder is None:
+        return str(config.num_layers)
+    return f"{config.encoder.num_layers} + {config.num_layers}"
 
 
 def _state(lifetime: Lifetime) -> str:

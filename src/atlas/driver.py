@@ -16,16 +16,15 @@ from atlas.errors import (
     AtlasError,
     ClosedError,
     InvalidArgumentError,
-    KvExhausted,
     ModelBusyError,
     QueueFullError,
     WrongThreadError,
 )
 from atlas.event import Event
 from atlas.live_request import LiveRequest
+from atlas.loop import Loop
 from atlas.model.core import ModelCore
 from atlas.owner_thread import OwnerThread
-from atlas.step_loop import StepLoop
 from atlas.whole_number import whole_number
 
 _POLL_S = 0.05  # how soon a waiting caller notices that the owner thread ended
@@ -37,12 +36,12 @@ class Driver:
     Parameters
     ----------
     core : ModelCore
-    loop : StepLoop
+    loop : Loop
     max_waiting : int, optional
         Requests that may wait for their first token; more are refused.
     """
 
-    def __init__(self, core: ModelCore, loop: StepLoop, max_waiting: int | None) -> None:
+    def __init__(self, core: ModelCore, loop: Loop, max_waiting: int | None) -> None:
         self._core = core
         self._loop = loop
         if max_waiting is not None:
@@ -75,7 +74,7 @@ class Driver:
             The KV pool cannot hold the request even alone.
         """
         self._core.require_alive()
-        self._require_pool(request)
+        self._loop.require_pool(request)
         with self._state:
             self.register(request, public=public)
             self._inbox.append(request)
@@ -104,16 +103,6 @@ class Driver:
         """Forget a registered request that the loop did not take; nobody hears of it."""
         with self._state:
             del self._live[request.request_id]
-
-    def _require_pool(self, request: LiveRequest) -> None:
-        most = len(request.prompt_ids) + request.generations[0].max_tokens - 1
-        blocks = -(-most // self._core.pools.block_size)
-        if blocks > self._core.blocks.num_total:
-            raise KvExhausted(
-                f"{len(request.prompt_ids)} prompt tokens and "
-                f"{request.generations[0].max_tokens} new ones need {blocks} KV blocks; "
-                f"the pool has {self._core.blocks.num_total} (raise kv_tokens)"
-            )
 
     def cancel(self, request_id: str) -> bool:
         """Ask for a request to end; False when no such request is live."""

@@ -38,17 +38,22 @@ from atlas.metrics import Metrics, openmetrics
 from atlas.model.load import LoadOptions, load_model, plan_load
 from atlas.model.memory import return_freed_memory
 from atlas.model.sequence import SequenceState
+from atlas.model.translator_core import TranslatorCore
 from atlas.request import Completion, Delta
 from atlas.sampling import SamplingParams
 from atlas.scheduling import SchedulingOptions
 from atlas.session import PathLike, RestoredSequence, Row, Sessions
 from atlas.step_loop import StepLoop
 from atlas.tokenizer import Tokenizer, load_tokenizer
+from atlas.translating import Translating
+from atlas.translation import BeamParams, Language, Source, Translation
+from atlas.translation_loop import TranslationLoop
 from atlas.warmup import warm_up
 from atlas.weights.checkpoint import open_checkpoint
 from atlas.weights.locate import DEFAULT_MODEL, locate
 
 if TYPE_CHECKING:
+    from atlas.languages import Languages
     from atlas.model import Model
 
 
@@ -177,12 +182,22 @@ class Engine:
             try:
                 weights = CompiledWeights(core.runtime.host_compiler)
                 self._weights = weights
-                self._intake = Intake(core, tokenizer, self.path, weights)
-                self._loop = StepLoop(core, schedule, weights)
+                if isinstance(core, TranslatorCore):
+                    self._translating: Translating | None = Translating(
+                        core, tokenizer, self.path, weights, schedule
+                    )
+                    self._intake: Intake = self._translating.intake
+                    self._loop: StepLoop | TranslationLoop = self._translating.loop
+                else:
+                    self._translating = None
+                    self._intake = Intake(core, tokenizer, self.path, weights)
+                    self._loop = StepLoop(core, schedule, weights)
                 self._driver = Driver(core, self._loop, max_waiting)
-                self._sessions = Sessions(
-                    core, self._loaded.model, self._driver, self._loop, self._intake
-                )
+                self._sessions: Sessions | None = None
+                if isinstance(self._loop, StepLoop):
+                    self._sessions = Sessions(
+                        core, self._loaded.model, self._driver, self._loop, self._intake
+                    )
             except BaseException:
                 core.close()
                 raise
@@ -287,7 +302,9 @@ class Engine:
             raise completion.error
         return completion
 
-    def _run(self, requests: list[LiveRequest], done: Callable[[], bool], *, refuse: bool) -> None:
+    def _run(
+        self, requests: Sequence[LiveRequest], done: Callable[[], bool], *, refuse: bool
+    ) -> None:
         """Submit and step until ``done``; whatever interrupts this cancels the requests.
 
         A request that the KV cache could never hold is refused, or ends with that error.
@@ -305,7 +322,7 @@ class Engine:
             self._abandon(requests)
             raise
 
-    def _abandon(self, requests: list[LiveRequest]) -> None:
+    def _abandon(self, requests: Sequence[LiveRequest]) -> None:
         """Cancel requests and give their blocks back now, unless the owner thread will."""
         for request in requests:
             self._driver.cancel(request.request_id)
@@ -557,7 +574,8 @@ class Engine:
             As in :meth:`submit`.
         """
         self._require_open()
-        twin = fork(self._driver, self._loop, self._intake, request_id, new_id, params)
+        loop = self._step_loop("fork")
+        twin = fork(self._driver, loop, self._intake, request_id, new_id, params)
         return twin.request_id
 
     def rewind(self, request_id: str, position: int) -> Delta:
@@ -589,7 +607,8 @@ class Engine:
             the latest block boundaries, while ``state_snapshots`` has room.
         """
         self._require_open()
-        return rewind(self._driver, self._loop, self._intake, request_id, position)
+        loop = self._step_loop("rewind")
+        return rewind(self._driver, loop, self._intake, request_id, position)
 
     def save(
         self, target: str | SequenceState, path: PathLike, *, logits: Row | None = None
@@ -619,11 +638,11 @@ class Engine:
         """
         self._require_open()
         if isinstance(target, SequenceState):
-            self._sessions.save_sequence(target, path, logits)
+            self._saving("save").save_sequence(target, path, logits)
         elif logits is not None:
             raise InvalidArgumentError("logits are given; allowed for a request: None")
         else:
-            self._sessions.save_request(target, path)
+            self._saving("save").save_request(target, path)
 
     def restore(
         self,
@@ -659,8 +678,165 @@ class Engine:
         OSError
         """
         self._require_open()
-        restored = self._sessions.restore(path, request_id=request_id, priority=priority, user=user)
+        restored = self._saving("restore").restore(
+            path, request_id=request_id, priority=priority, user=user
+        )
         return restored if isinstance(restored, RestoredSequence) else restored.request_id
+
+    def _saving(self, what: str) -> Sessions:
+        self._step_loop(what)
+        assert self._sessions is not None
+        return self._sessions
+
+    def _step_loop(self, what: str) -> StepLoop:
+        """The loop of a model that completes prompts."""
+        if not isinstance(self._loop, StepLoop):
+            raise CapabilityError(
+                f"engine.{what} is not available for translation models: {self.path} is one"
+            )
+        return self._loop
+
+    # -- translation --------------------------------------------------------------------------
+
+    @property
+    def languages(self) -> Languages:
+        """The languages of a translation model.
+
+        Raises
+        ------
+        CapabilityError
+            The model does not translate.
+        TokenizerError
+            It came without a tokenizer; token ids of language tags still work.
+        """
+        self._require_open()
+        return self._translator("languages").intake.languages
+
+    @overload
+    def translate(
+        self,
+        texts: str,
+        *,
+        source: Language = ...,
+        target: Language = ...,
+        params: BeamParams | SamplingParams | None = ...,
+        **beam: Any,
+    ) -> Translation: ...
+    @overload
+    def translate(
+        self,
+        texts: Sequence[int],
+        *,
+        source: Language = ...,
+        target: Language = ...,
+        params: BeamParams | SamplingParams | None = ...,
+        **beam: Any,
+    ) -> Translation: ...
+    @overload
+    def translate(
+        self,
+        texts: Sequence[Source],
+        *,
+        source: Language = ...,
+        target: Language = ...,
+        params: BeamParams | SamplingParams | None = ...,
+        **beam: Any,
+    ) -> list[Translation]: ...
+    def translate(
+        self,
+        texts: Any,
+        *,
+        source: Language = 0,
+        target: Language = 0,
+        params: BeamParams | SamplingParams | None = None,
+        **beam: Any,
+    ) -> Translation | list[Translation]:
+        """Translate one text or several; several run together, whatever their beams.
+
+        Parameters
+        ----------
+        texts : str, sequence of int, or sequence of these
+            Texts, or ids of their subwords; language tag and end token are added here.
+        source, target : str or int
+            Codes such as ``eng_Latn`` (:attr:`languages` lists them), or ids of their tags; 0 is
+            what :meth:`set_default_languages` was given.
+        params : BeamParams or SamplingParams, optional
+            How to search, or how to draw samples instead. Default: beam search, four beams.
+        **beam
+            Fields of BeamParams in place of ``params``: ``num_beams=8, num_return=2``.
+
+        Returns
+        -------
+        Translation or list of Translation
+            A list exactly when several texts were given, in their order.
+
+        Raises
+        ------
+        InvalidArgumentError, PromptTooLongError, TokenizerError, KvExhausted
+            A text, language or parameter is refused, before anything runs.
+        CapabilityError
+            The model does not translate.
+        AtlasError
+            A single text failed while it ran. Of several, a failed one has ``error`` set.
+        """
+        self._require_open()
+        translator = self._translator("translate")
+        return translator.translate(texts, source, target, params, beam, self._run)
+
+    def submit_translation(
+        self,
+        text: Source,
+        *,
+        source: Language = 0,
+        target: Language = 0,
+        params: BeamParams | SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        user: object = None,
+        **beam: Any,
+    ) -> str:
+        """Queue a translation, as :meth:`submit` queues a prompt. Never waits.
+
+        A beam search reports each hypothesis in one event at its end, best first; greedy and
+        sampled translations report tokens as they come. The last event's ``completion`` has the
+        hypotheses as ``samples``, each with its ``score``.
+
+        Returns
+        -------
+        str
+            The request's id.
+        """
+        self._require_open()
+        request = self._translator("submit_translation").request(
+            text,
+            source,
+            target,
+            params,
+            beam,
+            _ignore,
+            request_id=request_id,
+            priority=priority,
+            user=user,
+        )
+        self._driver.submit(request, public=True)
+        return request.request_id
+
+    def set_default_languages(self, source: Language, target: Language) -> None:
+        """The languages of requests that name none, here and where ``model`` is driven by hand."""
+        self._require_open()
+        self._translator("set_default_languages").intake.set_default_languages(source, target)
+
+    @property
+    def translates(self) -> bool:
+        """Whether this is a translation model: :meth:`translate` works, ``generate`` does not."""
+        return self._translating is not None
+
+    def _translator(self, what: str) -> Translating:
+        if self._translating is None:
+            raise CapabilityError(
+                f"engine.{what} needs a translation model (M2M100, NLLB); {self.path} is not one"
+            )
+        return self._translating
 
     # -- who drives ---------------------------------------------------------------------------
 
@@ -708,6 +884,9 @@ class Engine:
         """
         self._require_open()
         with self._driver.between_steps():
+            if isinstance(self._loaded.core, TranslatorCore):
+                self._loaded.core.warm_up()
+                return
             warm_up(
                 self._loaded.core,
                 self._loaded.model,

@@ -33,6 +33,8 @@ class Event:
         With ``finish_reason == "error"``.
     completion : Completion, optional
         On the request's last event: all of it.
+    score : float, optional
+        Of a beam search's hypothesis, with its ``finish_reason``.
     """
 
     request_id: str
@@ -46,6 +48,7 @@ class Event:
     usage: Usage | None = None
     error: AtlasError | None = None
     completion: Completion | None = field(default=None, repr=False)
+    score: float | None = None
 
     @property
     def is_last(self) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.errors import AtlasError, InvalidArgumentError
+from atlas.errors import AtlasError, CallbackError, InvalidArgumentError
 from atlas.request import Delta, FinishReason, Sample, TokenLogprob
 from atlas.sampler import Sampled, Sampler, needs_logits
 from atlas.sampling_table import Draw, host_reason
@@ -39,6 +39,8 @@ class Generation:
         The sampler's exponential (``Sampler``).
     device_samples : bool
         Whether the device chooses tokens where it can, or only takes the plain argmax.
+    continues : bool
+        The text goes on from the prompt's; a translation begins a text of its own.
 
     Attributes
     ----------
@@ -62,6 +64,7 @@ class Generation:
         sample_index: int = 0,
         weights: Weights | None = None,
         device_samples: bool = False,
+        continues: bool = True,
     ) -> None:
         self.params = params
         self.index = sample_index
@@ -69,6 +72,7 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: AtlasError | None = None
+        self.score: float | None = None  # of a beam search's hypothesis
         self.last_token = -1
         self.last_token_s = 0.0  # when it came, of the process's clock; 0 = none came yet
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
@@ -98,7 +102,7 @@ class Generation:
                 params.stop_strings if not params.min_tokens else (),
                 include_stop=params.include_stop,
                 skip_special=params.skip_special,
-                continues=True,  # the prompt comes before
+                continues=continues,
                 vocab_size=vocab_size,
             )
         self._tokens: list[int] = []
@@ -158,6 +162,17 @@ class Generation:
         if self.params.logits_processor is not None:
             row = row.copy()  # the user's code may run this engine, which reuses the arena
         return self._sampler.sample(row, self.num_prompt_tokens + self.num_tokens)
+
+    def choose_safely(self, row: NDArray[np.float32]) -> Sampled | AtlasError:
+        """:meth:`choose_from`, or the error that ends the sample in the token's place."""
+        try:
+            return self.choose_from(row)
+        except AtlasError as error:
+            return error
+        except Exception as error:
+            fault = CallbackError(f"logits_processor raised {error!r}")
+            fault.__cause__ = error
+            return fault
 
     def draw(self, logits_row: int, fed_row: int = -1) -> Draw:
         """What the device needs to choose the next token itself (``Sampler.draw``)."""
@@ -224,6 +239,11 @@ class Generation:
         self.finish_reason, self.error = "error", error
         return self._delta("")
 
+    def cut(self) -> Delta:
+        """End the sample because no token may follow."""
+        self.finish_reason = "length"
+        return self._delta("")
+
     def cancel(self) -> Delta:
         """End the sample because nobody wants the rest."""
         self.finish_reason = "cancelled"
@@ -242,4 +262,5 @@ class Generation:
             self.stop_reason,
             logprobs,
             self.error,
+            self.score,
         )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from atlas.driver import Driver
+    from atlas.loop import Loop
     from atlas.model.lifetime import Lifetime
-    from atlas.step_loop import StepLoop
 
 HealthState = Literal["ok", "stalled", "failed", "closed"]
 
@@ -45,9 +45,7 @@ class Health:
     failure: str | None = None
 
 
-def check_health(
-    lifetime: Lifetime, driver: Driver, loop: StepLoop, stalled_after_s: float
-) -> Health:
+def check_health(lifetime: Lifetime, driver: Driver, loop: Loop, stalled_after_s: float) -> Health:
     """Look at an engine from any thread; never waits for a step."""
     failure = driver.failure
     if lifetime.closed or not lifetime.in_own_process:

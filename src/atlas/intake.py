@@ -38,6 +38,8 @@ class Intake:
         The samplers' exponential.
     """
 
+    continues = True  # outputs go on from their prompts
+
     def __init__(
         self, core: ModelCore, tokenizer: Tokenizer | None, path: str, weights: Weights
     ) -> None:
@@ -117,16 +119,9 @@ class Intake:
         user: object = None,
     ) -> LiveRequest:
         """A request with all its samples, not yet submitted."""
-        if request_id is not None and (not isinstance(request_id, str) or not request_id):
-            raise InvalidArgumentError(
-                f"request_id is {request_id!r}; allowed: a string of one character or more"
-            )
-        whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
-        if not whole or not -(2**31) < priority < 2**31:
-            raise InvalidArgumentError(f"priority is {priority!r}; allowed: a 32-bit integer")
+        name, rank = checked_request_id(request_id), checked_priority(priority)
         generations = [self.generation(ids, params, index) for index in range(params.n)]
-        name = request_id or uuid.uuid4().hex
-        return LiveRequest(name, user, params, ids, generations, sink, int(priority))
+        return LiveRequest(name, user, params, ids, generations, sink, rank)
 
     def generation(self, ids: list[int], params: SamplingParams, index: int) -> Generation:
         """One sample's sampler and text."""
@@ -140,7 +135,25 @@ class Intake:
             sample_index=index,
             weights=self._weights,
             device_samples=self._core.runtime.samples,
+            continues=self.continues,
         )
+
+
+def checked_request_id(request_id: str | None) -> str:
+    """The id given, or a new one."""
+    if request_id is not None and (not isinstance(request_id, str) or not request_id):
+        raise InvalidArgumentError(
+            f"request_id is {request_id!r}; allowed: a string of one character or more"
+        )
+    return request_id or uuid.uuid4().hex
+
+
+def checked_priority(priority: int) -> int:
+    """A 32-bit priority."""
+    whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
+    if not whole or not -(2**31) < priority < 2**31:
+        raise InvalidArgumentError(f"priority is {priority!r}; allowed: a 32-bit integer")
+    return int(priority)
 
 
 def is_single(prompts: object) -> bool:

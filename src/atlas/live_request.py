@@ -75,6 +75,7 @@ class LiveRequest:
                 self.usage() if done else None,
                 self.generations[index].error,
                 self.completion() if done else None,
+                self.generations[index].score if delta.finish_reason else None,
             )
         )
 

@@ -11,7 +11,6 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from atlas._native.prefix_cache import MissReason
 from atlas._native.slot_pool import SlotPool
 from atlas.cache.state_slots import SnapshotSlots
 
@@ -19,9 +18,9 @@ if TYPE_CHECKING:
     from atlas.driver import Driver
     from atlas.generation import Generation
     from atlas.live_request import LiveRequest
+    from atlas.loop import Loop
     from atlas.model.core import ModelCore
     from atlas.request import FinishReason
-    from atlas.step_loop import StepLoop
 
 LATENCY_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -155,6 +154,13 @@ class Recorder:
                 self._prompt_tokens += len(request.prompt_ids)
                 self._cached_tokens += request.cached_tokens
 
+    def result(self, request: LiveRequest, num_tokens: int, now: float) -> None:
+        """A request got ``num_tokens`` at once, its first (a beam search's hypotheses)."""
+        with self._lock:
+            self._generated_tokens += num_tokens
+            self._first.observe(now - request.submitted_s)
+            self._prompt_tokens += len(request.prompt_ids)
+
     def end(self, reason: FinishReason, request_s: float | None) -> None:
         """A sample ended; with its request's seconds if it was the last one."""
         with self._lock:
@@ -162,33 +168,27 @@ class Recorder:
             if request_s is not None:
                 self._whole.observe(request_s)
 
-    def read(self, core: ModelCore, driver: Driver, loop: StepLoop) -> Metrics:
+    def read(self, core: ModelCore, driver: Driver, loop: Loop) -> Metrics:
         """All of an engine's metrics now."""
-        cache = loop.cache
-        cached = 0 if cache is None else cache.num_blocks
-        free = core.blocks.num_free
-        states = core.states
+        gauges, free, states = loop.gauges(), core.blocks.num_free, core.states
         running = SlotPool(0) if states is None else states.running
         snapshots = SnapshotSlots(0, 0) if states is None else states.snapshots
-        misses = dict.fromkeys(MissReason, 0) if cache is None else cache.misses
         with self._lock:
             return Metrics(
-                waiting=loop.scheduler.num_waiting + driver.num_in_inbox,
-                running=loop.scheduler.num_running,
+                waiting=gauges.waiting + driver.num_in_inbox,
+                running=gauges.running,
                 kv_blocks_free=free,
-                kv_blocks_cached=cached,
-                kv_blocks_used=core.blocks.num_total - free - cached,
+                kv_blocks_cached=gauges.cached_blocks,
+                kv_blocks_used=core.blocks.num_total - free - gauges.cached_blocks,
                 state_slots_used=running.num_total - running.num_free,
                 state_slots_total=running.num_total,
                 snapshots_used=snapshots.num_used,
                 snapshots_total=snapshots.num_total,
-                spilled_bytes=loop.store.nbytes,
-                prefix_hits=0 if cache is None else cache.hits,
-                prefix_misses=MappingProxyType(
-                    {reason.name.lower(): misses[reason] for reason in MissReason if reason}
-                ),
+                spilled_bytes=gauges.spilled_bytes,
+                prefix_hits=gauges.prefix_hits,
+                prefix_misses=MappingProxyType(dict(gauges.prefix_misses)),
                 steps=loop.num_steps,
-                preemptions=loop.scheduler.num_preemptions,
+                preemptions=gauges.preemptions,
                 prompt_tokens=self._prompt_tokens,
                 cached_tokens=self._cached_tokens,
                 generated_tokens=self._generated_tokens,

@@ -65,7 +65,8 @@ class Sample:
     """One of a request's samples.
 
     ``stop_reason`` is the end token's id or the stop string. The stop itself is in neither
-    ``token_ids`` nor ``text`` unless ``include_stop`` was set.
+    ``token_ids`` nor ``text`` unless ``include_stop`` was set. ``score`` is that of a beam search's
+    hypothesis.
     """
 
     index: int
@@ -75,6 +76,7 @@ class Sample:
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     error: AtlasError | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 
 from atlas._native.plan import EntryFlag, EntryKind, FinishReason, Plan
-from atlas._native.prefix_cache import PrefixCache
+from atlas._native.prefix_cache import MissReason, PrefixCache
 from atlas._native.scheduler import Scheduler
 from atlas.cache.host_store import HostStore
 from atlas.errors import (
     AtlasError,
-    CallbackError,
     KvExhausted,
     NonFiniteLogitsError,
 )
 from atlas.generation import Generation
 from atlas.interrupts import interrupts_deferred
 from atlas.live_request import LiveRequest
+from atlas.loop import Gauges
 from atlas.metrics import Recorder
 from atlas.model.core import ModelCore
 from atlas.model.records import PADDED_BATCH_SIZES
@@ -189,6 +189,31 @@ class StepLoop:
         self.scheduler.finish(handle, reason)
         self._forget_retired()
         self.store.forget(handle)  # what waits in host memory goes now, not at the next step
+
+    def require_pool(self, request: LiveRequest) -> None:
+        """Raise KvExhausted for a request that the pool could not hold even alone."""
+        most = len(request.prompt_ids) + request.generations[0].max_tokens - 1
+        blocks = -(-most // self.core.pools.block_size)
+        if blocks > self.core.blocks.num_total:
+            raise KvExhausted(
+                f"{len(request.prompt_ids)} prompt tokens and "
+                f"{request.generations[0].max_tokens} new ones need {blocks} KV blocks; "
+                f"the pool has {self.core.blocks.num_total} (raise kv_tokens)"
+            )
+
+    def gauges(self) -> Gauges:
+        """What the scheduler, the prefix cache and the host store hold now."""
+        cache = self.cache
+        misses = dict.fromkeys(MissReason, 0) if cache is None else cache.misses
+        return Gauges(
+            waiting=self.scheduler.num_waiting,
+            running=self.scheduler.num_running,
+            cached_blocks=0 if cache is None else cache.num_blocks,
+            spilled_bytes=self.store.nbytes,
+            prefix_hits=0 if cache is None else cache.hits,
+            prefix_misses={reason.name.lower(): misses[reason] for reason in MissReason if reason},
+            preemptions=self.scheduler.num_preemptions,
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -373,15 +398,8 @@ class StepLoop:
     def _choose(
         self, generation: Generation, row: int, result: StepResult, drawn: bool
     ) -> Sampled | AtlasError:
-        try:
-            if generation.needs_logits or (generation.draws_on_device and not drawn):
-                return generation.choose_from(result.logits(row))
-        except AtlasError as error:
-            return error
-        except Exception as error:
-            fault = CallbackError(f"logits_processor raised {error!r}")
-            fault.__cause__ = error
-            return fault
+        if generation.needs_logits or (generation.draws_on_device and not drawn):
+            return generation.choose_safely(result.logits(row))
         token = int(result.tokens()[row])
         if token < 0:
             what = " after bias and penalties" if drawn else ""

@@ -36,6 +36,7 @@ _OTHER_TOKENIZER_FILES = (
     "tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "tekken.json", "vocab.json",
     "vocab.txt", "merges.txt",
 )  # fmt: skip
+_M2M100_FILES = ("sentencepiece.bpe.model", "vocab.json")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -297,7 +298,13 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     folder = Path(folder)
     if (folder / "tokenizer.json").exists():
         return Tokenizer.from_folder(folder)
-    if found := [name for name in _OTHER_TOKENIZER_FILES if (folder / name).exists()]:
+    found = [name for name in _OTHER_TOKENIZER_FILES if (folder / name).exists()]
+    if set(_M2M100_FILES) <= set(found):
+        raise TokenizerError(
+            f"{folder} has {' and '.join(_M2M100_FILES)} but no tokenizer.json: M2M100's own form, "
+            "which is not supported; allowed: tokenizer.json, or neither file and token ids"
+        )
+    if found:
         raise TokenizerError(
             f"{folder} has {found[0]} but no tokenizer.json, the only supported file; transformers "
             "writes it: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"

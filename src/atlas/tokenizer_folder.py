@@ -41,16 +41,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_optional(path: Path) -> dict[str, Any]:
+def read_optional(path: Path) -> dict[str, Any]:
+    """A file's JSON object; empty where there is no such file."""
     return _read_json(path) if path.exists() else {}
 
 
 def read_folder(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     raw = _read_json(path)
-    config = _read_optional(folder / "special_tokens_map.json")
-    config |= _read_optional(folder / "tokenizer_config.json")
-    generation = _read_optional(folder / "generation_config.json")
+    config = read_optional(folder / "special_tokens_map.json")
+    config |= read_optional(folder / "tokenizer_config.json")
+    generation = read_optional(folder / "generation_config.json")
     try:
         return _from_json(raw, config, generation, _folder_templates(folder, config))
     except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -67,7 +68,7 @@ def _from_json(
     scheme, strips = _decoder_scheme(raw.get("decoder"))
     tokens = _json_vocabulary(raw["model"]["vocab"])
     named = _named_tokens(config)
-    added = _added_tokens(raw, tokens, {*named.values(), *_extra_special(config)})
+    added = _added_tokens(raw, tokens, {*named.values(), *extra_special(config)})
     library, continuation = _json_libraries(raw, added)
     ids = {a["content"]: a["id"] for a in added}
     bos, eos = (_named_id(named, role, ids, tokens) for role in ("bos", "eos"))
@@ -152,9 +153,13 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {role: text for role, text in texts.items() if text}
 
 
-def _extra_special(config: dict[str, Any]) -> set[str]:
-    extra = config.get("additional_special_tokens") or []
-    return {text for value in extra if (text := _token_text(value))}
+def extra_special(config: Mapping[str, Any]) -> set[str]:
+    """Special tokens without a role; transformers 5 calls them extra, earlier ones additional."""
+    texts: set[str | None] = set()
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        extra = config.get(key) or []
+        texts.update(map(_token_text, extra.values() if isinstance(extra, Mapping) else extra))
+    return {text for text in texts if text}
 
 
 def _added_tokens(

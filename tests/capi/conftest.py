@@ -11,6 +11,7 @@ import pytest
 from atlas import Engine
 from tests.capi.programs import EXAMPLES, build
 from tests.engine.folders import write_hybrid, write_model
+from tests.helpers import nllb
 from tests.text.vocabularies import byte_level_library
 
 
@@ -44,6 +45,19 @@ def text_options() -> dict[str, Any]:
 def engine(model: Path) -> Iterator[Engine]:
     """The Python API on the same model."""
     with Engine(model, threads=1, quiet=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def nllb_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A translation model with NLLB's tokenizer."""
+    return nllb.build(tmp_path_factory.mktemp("nllb")).directory
+
+
+@pytest.fixture(scope="session")
+def translator(nllb_model: Path) -> Iterator[Engine]:
+    """The Python API on it."""
+    with Engine(nllb_model, threads=1, quiet=True) as engine:
         yield engine
 
 

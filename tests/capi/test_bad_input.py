@@ -60,6 +60,7 @@ def pointer(kind: str, value: int) -> Any:
 KINDS = {
     "load_options": ("load_options_set_integer", (b"threads", 1)),
     "sampling": ("sampling_set_integer", (b"top_k", 1)),
+    "beam_search": ("beam_search_set_integer", (b"num_beams", 1)),
     "tokenizer": ("tokenizer_find_token", (b"x", ffi.new("int32_t *"))),
     "detokenizer": ("detokenizer_flush", (ffi.new("char[8]"), 8, ffi.new("size_t *"))),
     "engine": ("engine_get_info", (struct("engine_info"),)),
@@ -97,6 +98,7 @@ def test_freed_handles(two: tuple[Any, Any], sequence: Any) -> None:
     made = {
         "load_options": make("load_options", "load_options_create"),
         "sampling": make("sampling", "sampling_create"),
+        "beam_search": make("beam_search", "beam_search_create"),
         "tokenizer": tokenizer,
         "detokenizer": make("detokenizer", "detokenizer_create", tokenizer, 0),
         "sequence": make("sequence", "sequence_create", engine, 0),

@@ -68,6 +68,41 @@ def test_chat(program: Program, model: Path, engine: Engine) -> None:
     assert done.stdout == f"{first}\n{second}\n"
 
 
+def test_translate(program: Program, nllb_model: Path, translator: Engine) -> None:
+    texts, languages = ["Hello world", "naïve café"], {"source": "eng_Latn", "target": "deu_Latn"}
+    done = run(program("translate.c"), nllb_model, *languages.values(), *texts)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [found.text for found in translator.translate(texts, **languages)]
+    options = {"num_beams": 5, "num_return": 2, "max_tokens": 64, "length_penalty": 1.2}
+    expected = [
+        f'{i + 1} of "{text}", score {hypothesis.score:.4f}: {hypothesis.text}'
+        for text in texts
+        for i, hypothesis in enumerate(
+            translator.translate(text, **languages, **options).hypotheses
+        )
+    ]
+    assert sorted(lines[2:]) == sorted(expected)
+
+
+def test_translate_file(program: Program, nllb_model: Path, translator: Engine) -> None:
+    lines = ["Hello world", "", "naïve café", " \t", *(f"line {i}" for i in range(70))]
+    done = run(
+        program("translate_file.cpp"), nllb_model, "eng_Latn", "fra_Latn", "1",
+        text="\n".join(lines),
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    texts = [line for line in lines if line.strip()]
+    found = translator.translate(texts, source="eng_Latn", target="fra_Latn", num_beams=1)
+    expected = iter(found)
+    assert done.stdout.splitlines() == [
+        next(expected).text if line.strip() else "" for line in lines
+    ]
+    wrong = run(program("translate_file.cpp"), nllb_model, "eng", "fra_Latn", text="a")
+    assert wrong.returncode == 1
+    assert "nearest: eng_Latn" in wrong.stderr
+
+
 def test_errors_of_the_examples_are_messages(program: Program, tmp_path: Path) -> None:
     done = run(program("simple.c"), tmp_path / "absent", "x")
     assert done.returncode == 1
@@ -105,8 +140,11 @@ def test_the_makefile_and_cmake_build_every_example(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES, source)
     subprocess.run(["make", f"ATLAS_CONFIG={config}"], cwd=source, check=True)
     assert all(
-        (source / name).exists() for name in ("simple", "verify", "chat", "threads", "batch")
-    )
+        (source / name).exists()
+        for name in (
+            "simple", "verify", "chat", "threads", "translate", "batch", "translate_file",
+        )
+    )  # fmt: skip
     if shutil.which("cmake") is None:
         pytest.skip("needs cmake")
     prefix = f"-DCMAKE_PREFIX_PATH={folder['cmakedir']}"

@@ -90,6 +90,18 @@ def test_examples(instrumented: Callable[[Path], Path], model: Path, engine: Eng
     assert done.stdout == f"{answer}\n"
 
 
+def test_translations(
+    instrumented: Callable[[Path], Path], nllb_model: Path, translator: Engine
+) -> None:
+    """Arrays of texts in, arrays of handles out."""
+    texts, languages = ["Hello world", "naïve café"], ("eng_Latn", "deu_Latn")
+    done = run(instrumented(EXAMPLES / "translate.c"), nllb_model, *languages, *texts, env=ENV)
+    assert "ERROR: AddressSanitizer" not in done.stderr
+    assert done.returncode == 0, done.stderr
+    found = translator.translate(texts, source=languages[0], target=languages[1])
+    assert done.stdout.splitlines()[:2] == [translation.text for translation in found]
+
+
 def test_bad_arguments_and_fork(
     instrumented: Callable[[Path], Path], library: Path, model: Path, tmp_path: Path
 ) -> None:

@@ -20,7 +20,9 @@ def test_version(atlas_command: Command) -> None:
     assert __version__ in done.out
 
 
-@pytest.mark.parametrize("command", ["", "generate", "chat", "info", "bench", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["", "generate", "chat", "translate", "info", "bench", "doctor"]
+)
 def test_help(atlas_command: Command, command: str) -> None:
     done = atlas_command(*command.split(), "--help")
     assert (done.status, done.err) == (0, "")

@@ -31,7 +31,8 @@ COMPARED = [
 ]
 NUM_ROWS = 30
 _PARITY = (
-    "linear or moe_experts or rmsnorm or (attention and (K64 or K20)) or embedding or kv_store"
+    "linear or moe_experts or rmsnorm or (attention and (K64 or K20)) or embedding or kv_store "
+    "or layernorm or relu or add_positions or top_candidates"
 )
 
 

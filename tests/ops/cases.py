@@ -111,6 +111,19 @@ def gated_rmsnorm() -> Iterator[Case]:
     yield Case("T3-H3-strided", (*every_second, weight, 1e-5, 20, True), out, dict(out), 4e-6)
 
 
+def layernorm() -> Iterator[Case]:
+    for n, (rows, size) in enumerate([(1, 64), (3, 1024), (5, 100), (2, 7)]):
+        rng, out = _rng(17, n), _nan(rows, size)
+        x = _strided(rng, rows, size) * np.float32(3) + np.float32(2)
+        yield Case(
+            f"T{rows}-D{size}",
+            (x, _normal(rng, size), _normal(rng, size), 1e-5),
+            {"out": out},
+            {"out": out},
+            4e-6,
+        )
+
+
 def _gated(seed: int) -> Iterator[Case]:
     for n, (rows, size) in enumerate([(1, 16), (3, 1536), (2, 37), (5, 1)]):
         rng, out = _rng(seed, n), _nan(rows, size)
@@ -151,6 +164,14 @@ def sigmoid_gate() -> Iterator[Case]:
         )
 
 
+def relu() -> Iterator[Case]:
+    for n, (rows, size) in enumerate([(1, 16), (3, 77), (9, 1040)]):
+        rng, out = _rng(18, n), _nan(rows, size)
+        x = _strided(rng, rows, size)
+        x[0, 3], x[-1, -1] = np.nan, -np.inf
+        yield Case(f"T{rows}-F{size}", (x,), {"out": out}, {"out": out}, 0.0)
+
+
 def add() -> Iterator[Case]:
     for n, (rows, size) in enumerate([(1, 16), (3, 77)]):
         rng, out = _rng(4, n), _nan(rows, size)
@@ -184,6 +205,19 @@ def embedding() -> Iterator[Case]:
         yield Case(format, (ids, table, 1.5), {"out": out}, {"out": out})
 
 
+def add_positions() -> Iterator[Case]:
+    for n, (padding_id, size) in enumerate([(1, 64), (-1, 50)]):
+        rng, out = _rng(19, n), _nan(4, size)
+        ids, places = np.array([7, 1, 0, 1], np.int32), np.array([0, 30, 5, 2], np.int32)
+        yield Case(
+            f"pad{padding_id}-D{size}",
+            (_strided(rng, 4, size), ids, places, _normal(rng, 31, size), padding_id),
+            {"out": out},
+            {"out": out},
+            0.0,
+        )
+
+
 def gather_rows() -> Iterator[Case]:
     rng, out = _rng(7), _nan(3, 50)
     yield Case(
@@ -200,7 +234,7 @@ def scatter_rows() -> Iterator[Case]:
 
 def linear() -> Iterator[Case]:
     for n, format in enumerate(FORMATS):
-        for rows in (1, 2, 3, 4, 5, 9):
+        for rows in (1, 2, 3, 4, 5, 9, 28):
             rng = _rng(8, n, rows)
             outputs, cols = (40, 512) if FORMATS[format].is_quantized else (37, 83)
             out = _nan(rows, outputs)
@@ -350,6 +384,68 @@ def _attention_case(
     return Case(
         f"K{dim}-H{heads}-HK{kv_heads}-w{window}-{dtype}", args, {"out": out}, {"out": out}, 1e-5
     )
+
+
+def encoder_attention() -> Iterator[Case]:
+    lengths = [1, 15, 16, 17, 33, 257]
+    cu_rows = np.cumsum([0, *lengths]).astype(np.int32)
+    for n, (dim, heads) in enumerate([(64, 1), (80, 2), (20, 3), (128, 4)]):
+        rng, rows = _rng(20, n), sum(lengths)
+        q, k, v = (_strided(rng, rows, heads, dim) for _ in range(3))
+        out = _nan(rows, heads, dim)
+        args = (q, k, v, cu_rows, dim**-0.5)
+        yield Case(f"K{dim}-H{heads}", args, {"out": out}, {"out": out}, 1e-5)
+
+
+def cross_attention() -> Iterator[Case]:
+    shapes = [(64, 4, 4, "float32"), (80, 2, 1, "float16"), (20, 6, 2, "float32")]
+    for n, (dim, heads, kv_heads, dtype) in enumerate(shapes):
+        rng = _rng(21, n)
+        sources = [(1, 1), (15, 4), (16, 16), (17, 2), (257, 5), (530, 1)]  # keys, rows
+        lens = np.array([length for length, _ in sources], np.int32)
+        cu_rows = np.cumsum([0, *(rows for _, rows in sources)]).astype(np.int32)
+        blocks = int((-(-lens // 16)).sum())
+        tables = np.full((len(sources), 34), 2**31 - 1, np.int32)
+        order, at = rng.permutation(blocks), 0
+        for row, length in enumerate(lens):
+            count = -(-length // 16)
+            tables[row, :count] = order[at : at + count]
+            at += count
+        k_pool = _normal(rng, blocks, kv_heads, dim, 16).astype(dtype)
+        v_pool = _normal(rng, blocks, kv_heads, 16, dim).astype(dtype)
+        rows = int(cu_rows[-1])
+        q, out = _strided(rng, rows, heads, dim), _nan(rows, heads, dim)
+        yield Case(
+            f"K{dim}-H{heads}-HK{kv_heads}-{dtype}",
+            (q, k_pool, v_pool, tables, cu_rows, lens, dim**-0.5),
+            {"out": out},
+            {"out": out},
+            1e-5,
+        )
+
+
+def _candidates(case: str, logits: np.ndarray, k: int, bans: list[list[int]], exact: bool) -> Case:
+    written = {
+        "ids": np.full((len(logits), k), 99, np.int32),
+        "values": _nan(len(logits), k),
+        "totals": _nan(len(logits)),
+    }
+    banned = np.array([token for row in bans for token in row], np.int32)
+    cu_banned = np.cumsum([0, *(len(row) for row in bans)]).astype(np.int32)
+    return Case(case, (logits, banned, cu_banned), written, written, 0.0 if exact else 2e-6)
+
+
+def top_candidates() -> Iterator[Case]:
+    rng = _rng(22)
+    yield _candidates("k1", _normal(rng, 3, 100), 1, [[]] * 3, False)
+    yield _candidates("k32", _normal(rng, 5, 5003) * 3, 32, [[], [7, 0, 7], [], [5002], []], False)
+    tied = np.round(_normal(rng, 4, 1000) * 2)
+    greatest = [int(i) for i in np.argsort(-tied[1], kind="stable")[:20]]
+    yield _candidates("ties", tied, 8, [[], greatest, [], [1, 2, 3]], False)
+    yield _candidates("C1", _normal(rng, 2, 1), 3, [[], [0]], True)
+    broken = _normal(rng, 3, 50)
+    broken[0, 5], broken[1, 49], broken[2, 0] = np.nan, np.inf, -np.inf
+    yield _candidates("non-finite", broken, 4, [[]] * 3, True)
 
 
 def prepare_heads() -> Iterator[Case]:

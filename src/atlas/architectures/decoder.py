@@ -360,8 +360,10 @@ class NetworkBuilder:
 
     def _taps(self, name: str, channels: int) -> Array:
         """A convolution's taps [W, C], the oldest input's first."""
-        taps = self._host_vector(name).reshape(channels, -1).T
-        placed: Array = self.runtime.place(np.ascontiguousarray(taps))
+        held, taps = self.weights.vectors, self._host_vector(name)
+        if taps.ndim == 1:  # else another model has turned them
+            taps = held[name] = np.ascontiguousarray(taps.reshape(channels, -1).T)
+        placed: Array = self.runtime.place(taps)
         return placed
 
     def _report(self, name: str) -> None:

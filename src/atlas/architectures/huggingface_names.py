@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from atlas.architectures.m2m100 import m2m100_sources
 from atlas.architectures.weight_names import Shape, expected_weights
 from atlas.architectures.weight_sources import (
     Part,
@@ -121,6 +122,8 @@ _MTP = {
 
 def huggingface_sources(config: ModelConfig, tensors: Tensors) -> dict[str, Source]:
     """The folder's tensors behind every canonical weight."""
+    if config.encoder is not None:
+        return m2m100_sources(config, tensors)
     names = _names(config)
     root = _root(names, tensors)
     return {

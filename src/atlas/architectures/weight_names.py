@@ -23,6 +23,10 @@ experts
 
 The multi-token prediction head is ``mtp.in_proj``, ``mtp.embedding_norm``, ``mtp.hidden_norm``,
 ``mtp.final_norm`` and layers under ``mtp.layers.{i}.``. An MLP or experts of ReLU² have no gate.
+
+Encoder-decoders: layers of the encoder lie under ``encoder_layers.{i}.``, before ``encoder_norm``;
+every norm has a ``…_norm_bias``, MLPs have no gate, and a decoder's layer also has ``cross_norm``,
+``cross_q_proj`` … ``cross_o_proj`` and their biases.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ def expected_weights(config: ModelConfig) -> Shapes:
     Matrices are ``[out, in]`` (``y = W x``), stacked experts ``[E * out, in]``, convolutions
     ``[channels, taps]``, norms and biases ``[n]``.
     """
+    if config.encoder is not None:
+        return _encoder_decoder_weights(config)
     hidden = config.hidden_size
     shapes: Shapes = {"embedding": (config.vocab_size, hidden)}
     for i in range(config.num_layers):
@@ -196,3 +202,42 @@ def _gated_shapes(
     names = ("gate_proj", "up_proj") if config.has_mlp_gate else ("up_proj",)
     shapes = {prefix + name: (inner, outer) for name in names}
     return shapes | {prefix + "down_proj": (outer, inner)}
+
+
+def _encoder_decoder_weights(config: ModelConfig) -> Shapes:
+    assert config.encoder is not None
+    hidden = config.hidden_size
+    shapes: Shapes = {"embedding": (config.vocab_size, hidden)}
+    for i in range(config.encoder.num_layers):
+        layer = _projections(hidden, "") | _plain_mlp_shapes(
+            hidden, config.encoder.intermediate_size
+        )
+        shapes |= _under(f"encoder_layers.{i}.", layer)
+    shapes |= {"encoder_norm": (hidden,), "encoder_norm_bias": (hidden,)}
+    for i in range(config.num_layers):
+        layer = _projections(hidden, "") | _projections(hidden, "cross_")
+        layer |= _plain_mlp_shapes(hidden, config.intermediate_size)
+        shapes |= _under(f"layers.{i}.", layer)
+    shapes |= {"final_norm": (hidden,), "final_norm_bias": (hidden,)}
+    if not config.tie_embeddings:
+        shapes["head"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def _projections(hidden: int, prefix: str) -> Shapes:
+    norm = prefix + "norm" if prefix else "attention_norm"
+    shapes: Shapes = {norm: (hidden,), f"{norm}_bias": (hidden,)}
+    for x in "qkvo":
+        shapes |= {f"{prefix}{x}_proj": (hidden, hidden), f"{prefix}{x}_bias": (hidden,)}
+    return shapes
+
+
+def _plain_mlp_shapes(hidden: int, inner: int) -> Shapes:
+    return {
+        "mlp_norm": (hidden,),
+        "mlp_norm_bias": (hidden,),
+        "up_proj": (inner, hidden),
+        "up_bias": (inner,),
+        "down_proj": (hidden, inner),
+        "down_bias": (hidden,),
+    }

@@ -25,7 +25,7 @@ _REQUIRED = (
 )
 _MODULES = (
     *("capabilities", "engine", "events", "forwards", "log", "logits"),
-    *("options", "requests", "samplers", "sequences", "text"),
+    *("options", "requests", "samplers", "sequences", "text", "translations"),
 )
 
 

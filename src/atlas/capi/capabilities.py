@@ -28,7 +28,11 @@ GROUP_METHODS = {
 }
 # Name -> the module that exists exactly where it is offered.
 MODULES = {"device.cpu": "atlas.backends.cpu.runtime", "device.cuda": "atlas.backends.cuda.runtime"}
-ENGINE_METHODS = {"request.generate": "stream", "request.submit": "submit"}
+ENGINE_METHODS = {
+    "request.generate": "stream",
+    "request.submit": "submit",
+    "request.translate": "translate",
+}
 NAMES = (*MODULES, *GROUP_METHODS, *ENGINE_METHODS)
 
 
@@ -52,6 +56,8 @@ def engine_has(handle: Any, capability: Any, has: Any) -> None:
         group, method = GROUP_METHODS[name]
         implementation = getattr(engine._loaded.model, group)
         has[0] = implementation is not None and _implements(type(implementation), method)
+    elif name == "request.translate":
+        has[0] = engine.translates
     elif name in MODULES:
         has[0] = name == f"device.{engine.options.device}"
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,7 @@ class News:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    score: float | None = None
     is_last: bool = False
     user: Any = ffi.NULL
     request: SubmittedRequest | None = None
@@ -77,15 +79,16 @@ class News:
             usage.prompt_tokens,
             usage.cached_tokens,
             usage.completion_tokens,
+            event.score,
             is_last=event.is_last,
             user=user,
             request=request,
         )
 
     @classmethod
-    def whole(cls, completion: Completion, user: Any) -> News:
-        """A request's first sample from its beginning to its end."""
-        usage, sample = completion.usage, completion.samples[0]
+    def whole(cls, completion: Completion, user: Any, index: int = 0) -> News:
+        """One of a request's samples from its beginning to its end."""
+        usage, sample = completion.usage, completion.samples[index]
         return cls(
             sample.token_ids,
             sample.text,
@@ -97,6 +100,7 @@ class News:
             usage.prompt_tokens,
             usage.cached_tokens,
             usage.completion_tokens,
+            sample.score,
             is_last=True,
             user=user,
         )
@@ -125,6 +129,7 @@ class News:
         info.prompt_tokens = self.prompt_tokens
         info.cached_tokens = self.cached_tokens
         info.completion_tokens = self.completion_tokens
+        info.score = math.nan if self.score is None else self.score
         return info
 
     def _add_logprobs(self, info: Any, logprobs: Sequence[TokenLogprob]) -> None:

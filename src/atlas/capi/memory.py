@@ -16,6 +16,7 @@ Ints = NDArray[np.int32]
 NUL_TERMINATED = (1 << 64) - 1
 MAX_TEXT_BYTES = 1 << 28
 MAX_NAME_BYTES = 1 << 16
+MAX_PROMPT_IDS = 1 << 26
 MAX_STRUCT_BYTES = 1 << 12
 NULL = ffi.NULL
 _NUMBER = ffi.typeof("uintptr_t")

@@ -1,4 +1,4 @@
-"""Options by name: how to load a model, and sampling parameters."""
+"""Options by name: how to load a model, sampling parameters, and how to search with beams."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from atlas.capi.calls import exported
 from atlas.capi.handles import HANDLES, handled
 from atlas.capi.memory import number, read_name, require
 from atlas.errors import InvalidArgumentError
+from atlas.model.records import MAX_BEAMS
 from atlas.sampling import SamplingParams
 from atlas.scheduling import SchedulingOptions
+from atlas.translation import BeamParams
 
 # Of atlas.Engine, but not options by name: given in another way, or meaningless in C.
 _NOT_OPTIONS = {"model", "quiet", "on_progress", "scheduling"}
@@ -100,6 +102,24 @@ class SamplingSet(OptionSet):
         return self._made
 
 
+@handled("beam search")
+class BeamSearchSet(OptionSet):
+    """Fields of ``BeamParams``; each is checked when it is set, all together when used."""
+
+    what = "beam search parameter"
+
+    def kinds(self) -> Kinds:
+        return beam_fields()
+
+    def check(self, key: str, value: Any) -> None:
+        # On its own, beside as many beams as there may be.
+        BeamParams(**{"num_beams": MAX_BEAMS, key: value})
+
+    def params(self) -> BeamParams:
+        """The parameters; raises for more hypotheses than beams."""
+        return BeamParams(**self.values)
+
+
 @cache
 def load_options() -> Kinds:
     """The options of ``atlas.Engine`` and what each may be."""
@@ -121,6 +141,13 @@ def sampling_fields() -> Kinds:
     hints = typing.get_type_hints(SamplingParams)
     names = [item.name for item in dataclasses.fields(SamplingParams)]
     return {name: alternatives(hints[name]) for name in names if name not in _NOT_PARAMETERS}
+
+
+@cache
+def beam_fields() -> Kinds:
+    """The fields of ``BeamParams`` and what each may be."""
+    hints = typing.get_type_hints(BeamParams)
+    return {item.name: alternatives(hints[item.name]) for item in dataclasses.fields(BeamParams)}
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
@@ -245,3 +272,35 @@ def sampling_set_number(sampling: Any, key: Any, value: float) -> None:
 def sampling_free(sampling: Any) -> None:
     """Free sampling parameters."""
     HANDLES.remove(number(sampling), SamplingSet)
+
+
+@exported
+def beam_search_create(out: Any) -> None:
+    """A handle of beam search parameters."""
+    require(out, "beam_search")
+    out[0] = ffi.cast("atlas_beam_search *", HANDLES.add(BeamSearchSet()))
+
+
+@exported
+def beam_search_set(beam_search: Any, key: Any, value: Any) -> None:
+    """Set a parameter from text."""
+    found = HANDLES.get(number(beam_search), BeamSearchSet)
+    found.set(read_name(key, "key"), read_name(value, "value"))
+
+
+@exported
+def beam_search_set_integer(beam_search: Any, key: Any, value: int) -> None:
+    """Set a parameter to an integer."""
+    HANDLES.get(number(beam_search), BeamSearchSet).set(read_name(key, "key"), int(value))
+
+
+@exported
+def beam_search_set_number(beam_search: Any, key: Any, value: float) -> None:
+    """Set a parameter to a number."""
+    HANDLES.get(number(beam_search), BeamSearchSet).set(read_name(key, "key"), float(value))
+
+
+@exported
+def beam_search_free(beam_search: Any) -> None:
+    """Free beam search parameters."""
+    HANDLES.remove(number(beam_search), BeamSearchSet)

@@ -12,10 +12,17 @@ from atlas.capi.calls import exported
 from atlas.capi.engine import LoadedEngine, engine_of, loaded_of
 from atlas.capi.events import EventSlot, EventTarget, News, SubmittedRequest, event_pointer
 from atlas.capi.handles import HANDLES
-from atlas.capi.memory import number, read_ids, read_struct, read_text, require
+from atlas.capi.memory import (
+    MAX_PROMPT_IDS,
+    number,
+    read_ids,
+    read_struct,
+    read_text,
+    require,
+)
 from atlas.capi.samplers import sampling_of
+from atlas.capi.translations import asks_for_translation, translation_request
 from atlas.errors import AtlasError, InvalidArgumentError, PromptTooLongError, StaleHandleError
-from atlas.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,28 +30,37 @@ if TYPE_CHECKING:
     from atlas.driver import Driver
     from atlas.engine import Engine
     from atlas.event import Event
+    from atlas.live_request import LiveRequest, Sink
     from atlas.request import Completion
 
-_MAX_PROMPT_IDS = 1 << 26
 _LOOK_UP_S = 0.05  # how soon a waiting poll notices that the engine was freed or its thread ended
 
 
-def _read_params(engine: Engine, params: Any) -> tuple[Any, SamplingParams, list[int]]:
-    """The caller's struct, the parameters resolved, and the prompt's ids."""
+def _read_params(engine: Engine, params: Any) -> Any:
+    """The caller's struct."""
     given = read_struct(params, "atlas_request_params", "params", "user")
     engine._require_open()
+    return given
+
+
+def _new_request(engine: Engine, given: Any, sink: Sink) -> LiveRequest:
+    """The request that a struct asks for: checked, not yet submitted."""
+    if engine.translates or asks_for_translation(given):
+        return translation_request(engine, given, sink)
     sampling = engine._intake.params(sampling_of(given.sampling))
     if (given.text == ffi.NULL) == (given.tokens == ffi.NULL):
         raise InvalidArgumentError("text and tokens: both or neither is set; allowed: one of them")
     if given.text != ffi.NULL:
         text = read_text(given.text, given.text_len, "text")
-        return given, sampling, engine._intake.prompt_ids(text, sampling)
+        ids = engine._intake.prompt_ids(text, sampling)
+        return engine._intake.request(ids, sampling, sink, priority=given.priority)
     if sampling.truncate_prompt is None and given.num_tokens > engine.max_seq_len:
         raise PromptTooLongError(
             f"the prompt has {given.num_tokens} tokens; allowed: up to {engine.max_seq_len - 1}"
         )
-    ids = read_ids(given.tokens, given.num_tokens, _MAX_PROMPT_IDS, "tokens")
-    return given, sampling, engine._intake.prompt_ids(ids.tolist(), sampling)
+    tokens = read_ids(given.tokens, given.num_tokens, MAX_PROMPT_IDS, "tokens").tolist()
+    ids = engine._intake.prompt_ids(tokens, sampling)
+    return engine._intake.request(ids, sampling, sink, priority=given.priority)
 
 
 # -- many requests ----------------------------------------------------------------------------
@@ -56,13 +72,13 @@ def request_submit(handle: Any, params: Any, out: Any) -> None:
     loaded = loaded_of(handle)
     engine = loaded.engine
     require(out, "request")
-    given, sampling, ids = _read_params(engine, params)
+    given = _read_params(engine, params)
     submitted = SubmittedRequest(engine, given.user)
 
     def put(event: Event) -> None:
         loaded.events.put(News.of(event, submitted.user, submitted))
 
-    request = engine._intake.request(ids, sampling, put, priority=given.priority)
+    request = _new_request(engine, given, put)
     submitted.request_id = request.request_id
     submitted.token = HANDLES.add(submitted)  # before the first event may come
     try:
@@ -158,27 +174,25 @@ def engine_generate(handle: Any, params: Any, callback: Any, out: Any) -> None:
     """Run one request to its end."""
     engine = engine_of(handle)
     target = EventTarget(out)
-    given, sampling, ids = _read_params(engine, params)
-    if sampling.n != 1 or sampling.prompt_logprobs is not None:
-        raise InvalidArgumentError("n or prompt_logprobs is set; allowed with generate: 1 and null")
+    given = _read_params(engine, params)
+    events: deque[Event] = deque()
+    request = _new_request(engine, given, events.append)
+    if len(request.generations) != 1 or request.params.prompt_logprobs is not None:
+        raise InvalidArgumentError(
+            "n, num_return or prompt_logprobs is set; allowed with generate: 1, 1 and null"
+        )
     with CallbackSlot(callback, given.user) as show:
-        completion = _generate(engine, ids, sampling, given.priority, show)
+        completion = _generate(engine, request, events, show)
     target.put(News.whole(completion, given.user))
     if completion.error is not None:
         raise completion.error
 
 
 def _generate(
-    engine: Engine,
-    ids: list[int],
-    sampling: SamplingParams,
-    priority: int,
-    show: Callable[[Event], bool],
+    engine: Engine, request: LiveRequest, events: deque[Event], show: Callable[[Event], bool]
 ) -> Completion:
     """Run a request until its last event; ``show`` says of each whether to go on."""
     driver = engine._driver
-    events: deque[Event] = deque()
-    request = engine._intake.request(ids, sampling, events.append, priority=priority)
     wanted = True
     driver.submit(request, public=False)
     try:

@@ -22,6 +22,7 @@ from atlas.cli.info import info
 from atlas.cli.kernels import kernels
 from atlas.cli.options import DEBUG, debug_option
 from atlas.cli.table import printable
+from atlas.cli.translate import translate
 from atlas.errors import AtlasError
 
 _INTERRUPTED = 130  # what shells report for a process that SIGINT ended
@@ -37,7 +38,7 @@ def atlas(context: click.Context, /) -> None:
         click.echo(context.get_help())
 
 
-for _command in (generate, chat, info, bench, doctor, bundle, kernels):
+for _command in (generate, chat, translate, info, bench, doctor, bundle, kernels):
     atlas.add_command(_command)
 
 

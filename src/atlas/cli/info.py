@@ -69,6 +69,13 @@ def architecture_rows(config: ModelConfig) -> Iterator[tuple[str, str]]:
     """The model's shapes in words."""
     num_weights = _num_weights(config)
     yield "architecture", f"{config.architecture}, {num_weights / 1e6:,.1f} M weights"
+    if config.encoder is not None:
+        encoder = config.encoder
+        yield (
+            "encoder",
+            f"{encoder.num_layers} layers, {encoder.num_heads} heads, mlp "
+            f"{encoder.intermediate_size}, sources of up to {encoder.max_source_len:,} tokens",
+        )
     yield "layers", f"{config.num_layers} × hidden size {config.hidden_size}{_kinds(config)}"
     if config.attention_layers:
         gated = ", gated" if config.attention_gate else ""
@@ -131,6 +138,8 @@ def _recurrent_rows(config: ModelConfig) -> Iterator[tuple[str, str]]:
 
 def _rope(config: ModelConfig) -> str:
     rope = config.rope
+    if config.encoder is not None:
+        return ", sinusoidal"
     if not config.attention_layers or not config.rotary:
         return "; attention does not rotate" if config.attention_layers else ""
     part = (

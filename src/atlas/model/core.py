@@ -289,12 +289,12 @@ class ModelCore:
         Every sequence must hold blocks for its rows. Logits go to the arena rows from
         ``batch.first_logits`` on; the caller claims them.
         """
-        inputs, rows = self.runtime.inputs(self.buffers), batch.num_rows
+        inputs = self._write(batch)
         step_seqs = batch.num_step_seqs
         steps = batch.rows[:step_seqs]
         keeps = self.states is not None and recurrence.place(inputs, batch)
         shape = StepShape(
-            rows,
+            batch.num_rows,
             len(batch.seqs),
             len(batch.logits_rows),
             batch.first_logits,
@@ -303,10 +303,15 @@ class ModelCore:
             int(steps.max(initial=0)),
             keeps,
         )
+        self._run(inputs, shape)
+
+    def _write(self, batch: Batch) -> Any:
+        """A batch's integers into the backend's inputs, which are returned."""
+        inputs, rows = self.runtime.inputs(self.buffers), batch.num_rows
         inputs.token_ids[:rows] = batch.token_ids
         inputs.positions[:rows] = batch.positions[0]
-        inputs.logits_rows[: shape.logits] = batch.logits_rows
-        np.cumsum(batch.rows, out=inputs.cu_rows[1 : shape.seqs + 1])
+        inputs.logits_rows[: len(batch.logits_rows)] = batch.logits_rows
+        np.cumsum(batch.rows, out=inputs.cu_rows[1 : len(batch.seqs) + 1])
         start = 0
         for i, (seq, count) in enumerate(zip(batch.seqs, batch.rows, strict=True)):
             table = inputs.block_tables[i]
@@ -315,7 +320,7 @@ class ModelCore:
             block, offset = np.divmod(positions, self.pools.block_size)
             inputs.slots[start : start + count] = table[block] * self.pools.block_size + offset
             start += int(count)
-        self._run(inputs, shape)
+        return inputs
 
     def run_long(self, ids: Ints, seq: SequenceState, piece_rows: int) -> None:
         """A whole prompt in one sweep, layer by layer; its last row's logits go to arena row 0."""

@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Literal
 
 from atlas.architectures.decoder import NetworkBuilder, Quantize
+from atlas.architectures.translator import TranslatorBuilder
 from atlas.architectures.weight_names import expected_weights, is_array, is_sensitive
 from atlas.backends.backend import Backend, DeviceName, backend_named
 from atlas.cache.kv import BLOCK_SIZE
@@ -18,14 +19,16 @@ from atlas.cache.state_slots import StateSlots
 from atlas.config import ModelConfig
 from atlas.errors import InvalidArgumentError
 from atlas.layers.step import StepShape, buffer_shapes
+from atlas.layers.translation_step import translation_buffer_shapes
 from atlas.model import Model
 from atlas.model.circuit import DenseCircuit
 from atlas.model.core import Limits, ModelCore
 from atlas.model.forward import DenseForward
 from atlas.model.lifecycle import DenseLifecycle
+from atlas.model.load_translator import load_translator
 from atlas.model.logits import DenseLogits
 from atlas.model.memory import MemoryPlan
-from atlas.model.records import metadata_rows
+from atlas.model.records import MAX_BEAMS, metadata_rows
 from atlas.model.ssm import RecurrentState
 from atlas.model.streams import DenseStreams
 from atlas.model.verify import DenseVerify
@@ -130,6 +133,8 @@ class LoadPlan:
         8-bit form of file formats without a kernel of their own.
     buffer_shapes : dict
     memory : MemoryPlan
+    max_source_len : int
+        Positions of the encoder; 0 without one.
     joins_shared : bool
         Whether a shared expert runs as one of a row's choices.
     """
@@ -141,7 +146,8 @@ class LoadPlan:
     formats: dict[str, str]
     buffer_shapes: dict[str, tuple[int, ...]]
     memory: MemoryPlan
-    joins_shared: bool
+    max_source_len: int = 0
+    joins_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +215,8 @@ def _load(
     try:
         pools = runtime.pools(config, plan.num_blocks, plan.kv_dtype)
         recurrent = runtime.recurrent_pools(config, plan.slots)
-        buffers = runtime.buffers(plan.buffer_shapes)
-        builder = NetworkBuilder(
+        build = TranslatorBuilder if config.encoder is not None else NetworkBuilder
+        builder = build(
             checkpoint,
             pools,
             recurrent,
@@ -222,6 +228,12 @@ def _load(
             quantize=options.quantize,
             on_progress=on_progress,
         )
+        if isinstance(builder, TranslatorBuilder):
+            translator = load_translator(
+                builder, runtime, pools, limits, plan.buffer_shapes, plan.max_source_len
+            )
+            return LoadedModel(*translator, plan.memory, weights.formats, plan.kv_dtype)
+        buffers = runtime.buffers(plan.buffer_shapes)
         network = builder.build()
         runtime.prepare(
             network, buffers, [StepShape.prompt(limits.piece_rows), StepShape.decode(1)]
@@ -272,13 +284,17 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
             quantized=options.quantize is not None
             or any(FORMATS[name].is_quantized for name in stored.values()),
         )
-    num_blocks = -(-(options.kv_tokens or max_seq_len) // BLOCK_SIZE)
-    max_rows = max(options.max_step_tokens, backend.step_rows)
+    max_source_len = 0
+    if config.encoder is not None:
+        max_source_len = min(config.encoder.max_source_len, options.max_seq_len or _DEFAULT_SEQ_LEN)
+    kv_tokens = options.kv_tokens or default_kv_tokens(config, max_seq_len)
+    num_blocks = -(-kv_tokens // BLOCK_SIZE)
+    max_rows = max(options.max_step_tokens, backend.step_rows, max_source_len)
     most = metadata_rows(options.max_running)
     limits = Limits(
         max_rows,
         min(max_rows, backend.piece_rows),
-        most + _MAX_PREFILLS,
+        most + _MAX_PREFILLS if config.encoder is None else max(_LOGITS_ROWS, most),
         max(_LOGITS_ROWS, most + _MAX_PREFILLS),
         max_seq_len,
     )
@@ -293,24 +309,39 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
         for name, format in stored.items()
     }
     joins_shared = backend.joins_shared_expert(config, formats)
-    buffers = buffer_shapes(
-        config,
-        limits.max_rows,
-        limits.max_seqs,
-        -(-max_seq_len // BLOCK_SIZE),
-        limits.logits_rows,
-        joins_shared=joins_shared,
-    )
+    max_blocks = -(-max(max_seq_len, max_source_len) // BLOCK_SIZE)
+    sizes = (config, limits.max_rows, limits.max_seqs, max_blocks, limits.logits_rows)
+    if config.encoder is None:
+        buffers = buffer_shapes(*sizes, joins_shared=joins_shared)
+    else:
+        buffers = translation_buffer_shapes(*sizes)
     weights = sum(
         _bytes_in_memory(name, formats[name], shape, backend) for name, shape in shapes.items()
     )
     memory = MemoryPlan(
-        weights=weights + _rope_bytes(config, max_seq_len, backend),
+        weights=weights + _position_bytes(config, max_seq_len, backend),
         kv_pool=num_blocks * backend.kv_block_bytes(config, kv_dtype),
         buffers=backend.buffer_bytes(buffers),
         recurrent=backend.recurrent_bytes(config, slots),
     )
-    return LoadPlan(limits, num_blocks, slots, kv_dtype, formats, buffers, memory, joins_shared)
+    return LoadPlan(
+        limits,
+        num_blocks,
+        slots,
+        kv_dtype,
+        formats,
+        buffers,
+        memory,
+        max_source_len,
+        joins_shared,
+    )
+
+
+def default_kv_tokens(config: ModelConfig, max_seq_len: int) -> int:
+    """Tokens in the KV pool: one sequence; behind an encoder, the widest search of 512 or more."""
+    if config.encoder is None:
+        return max_seq_len
+    return max(8 * max_seq_len, (MAX_BEAMS + 1) * min(max_seq_len, 512))
 
 
 def _format_in_memory(
@@ -337,7 +368,11 @@ def _bytes_in_memory(name: str, format: str, shape: tuple[int, ...], backend: Ba
     return backend.matrix_bytes(format, *shape)
 
 
-def _rope_bytes(config: ModelConfig, max_seq_len: int, backend: Backend) -> int:
+def _position_bytes(config: ModelConfig, max_seq_len: int, backend: Backend) -> int:
+    """Tables of sines, for rotations or to be added; and the decoder's that rotates nothing."""
+    if config.encoder is not None:
+        most = max(max_seq_len, config.encoder.max_source_len)
+        return backend.table_bytes(most * config.hidden_size) + backend.table_bytes(2 * max_seq_len)
     tables = [table for table in (config.rope, config.rope_local) if table is not None]
     return sum(
         backend.table_bytes(max_seq_len * (table.rotary_dim or config.head_dim)) for table in tables

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 """Token ids, each in ``[0, vocab_size)``; one dimension."""
 
+EarlyStopping: TypeAlias = bool | Literal["never"]
+"""When a beam search that has ``num_beams`` ended hypotheses stops."""
+
+MAX_BEAMS: Final = 16
+"""Beams of a search at most."""
+
 LogitsMode: TypeAlias = Literal["last", "all", "none"]
 """Which rows of a forward get logits: the last position, every position, or no row."""
 
@@ -232,7 +238,9 @@ class BeamRequest:
     length_penalty
         A hypothesis is scored by its log-probability / length ** length_penalty.
     early_stopping
-        End as soon as ``num_beams`` hypotheses have ended.
+        A search with ``num_beams`` ended hypotheses stops at once (True), when its best running
+        one, ended now, would not beat the worst of them (False), or when it could not at any
+        length ("never").
     no_repeat_ngram
         Length of the n-grams that may not occur twice in a hypothesis; 0 switches it off.
     num_return
@@ -246,7 +254,7 @@ class BeamRequest:
     num_beams: int
     max_new: int
     length_penalty: float
-    early_stopping: bool
+    early_stopping: EarlyStopping
     no_repeat_ngram: int = 0
     num_return: int = 1
 
@@ -269,7 +277,11 @@ class BeamRequest:
 
 @dataclass(frozen=True, slots=True)
 class BeamHypothesis:
-    """One result of a beam search: its ids, the end token included, and its penalised score."""
+    """One result of a beam search.
+
+    Its ids, without start token and language tag, the end token included where it did not reach
+    ``max_new``; and its penalised score.
+    """
 
     token_ids: tuple[int, ...]
     score: float

@@ -107,6 +107,12 @@ def zero(*, out: Float) -> None:
 
 
 @op
+def relu(x: Float, *, out: Float) -> None:
+    """out = max(x, 0), float32 [T, F]; ``out`` may be ``x``. A NaN stays one."""
+    out[...] = np.maximum(x, np.float32(0))
+
+
+@op
 def add(x: Float, y: Float, *, out: Float) -> None:
     """out = x + y, float32 [T, D] each; ``out`` may be either."""
     out[...] = x + y

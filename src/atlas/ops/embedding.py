@@ -1,4 +1,4 @@
-"""Token embedding and row selection."""
+"""Token embedding, absolute positions and row selection."""
 
 from __future__ import annotations
 
@@ -27,6 +27,37 @@ def embedding(ids: NDArray[np.int32], table: HostMatrix, scale: float, *, out: F
         Written.
     """
     out[...] = dequantize(table.take_rows(ids.astype(np.int64))) * np.float32(scale)
+
+
+@op
+def add_positions(
+    x: Float,
+    ids: NDArray[np.int32],
+    positions: NDArray[np.int32],
+    table: Float,
+    padding_id: int,
+    *,
+    out: Float,
+) -> None:
+    """out[t] = x[t] + table[positions[t]]; a row of the padding token gets no position.
+
+    Parameters
+    ----------
+    x : float32 [T, D]
+    ids, positions : int32 [T]
+        0 ≤ position < P, checked by the caller.
+    table : float32 [P, D]
+        One row a position (``layers.positions``).
+    padding_id : int
+        −1: every row gets its position.
+    out : float32 [T, D]
+        Written; may be ``x``.
+
+    Source
+    ------
+    Vaswani et al., "Attention Is All You Need" (2017), arXiv 1706.03762, section 3.5.
+    """
+    out[...] = np.where((ids == padding_id)[:, None], x, x + table[positions])
 
 
 @op

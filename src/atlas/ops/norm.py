@@ -1,4 +1,4 @@
-"""RMS normalisation."""
+"""RMS and layer normalisation."""
 
 from __future__ import annotations
 
@@ -85,3 +85,32 @@ def gated_rmsnorm(
     normed = values * (np.float32(1) / np.sqrt(mean + np.float32(eps)))
     normed = normed * weight.reshape(-1, group_size)
     out[...] = (normed * gates if norm_first else normed).reshape(x.shape)
+
+
+@op
+def layernorm(x: Float, weight: Float, bias: Float, eps: float, *, out: Float) -> None:
+    """out = (x − mean) / sqrt(var + eps) · weight + bias over the last axis.
+
+    Parameters
+    ----------
+    x : float32 [T, D]
+        Rows may be strided; the last axis is contiguous.
+    weight, bias : float32 [D]
+    eps : float
+        Added to the variance, which is the mean of squared deviations.
+    out : float32 [T, D]
+        Written; may be ``x``.
+
+    Notes
+    -----
+    Order: Σ x, then Σ (x − mean)², each in 16 lanes with element index ascending, then the lane
+    tree of ``simd.sum_lanes``; ((x − mean) · rsqrt) · weight + bias, the last two fused.
+
+    Source
+    ------
+    Ba, Kiros and Hinton, "Layer Normalization" (2016), arXiv 1607.06450.
+    """
+    mean = np.mean(x, axis=-1, keepdims=True, dtype=np.float32)
+    centred = x - mean
+    variance = np.mean(centred * centred, axis=-1, keepdims=True, dtype=np.float32)
+    out[...] = centred * (np.float32(1) / np.sqrt(variance + np.float32(eps))) * weight + bias

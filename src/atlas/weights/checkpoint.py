@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas.architectures import m2m100
 from atlas.architectures.families import family_named
 from atlas.architectures.gguf_config import config_from_gguf, with_rope_divisors
 from atlas.architectures.gguf_names import gguf_sources
@@ -219,11 +220,14 @@ def _open_folder(location: ModelLocation) -> Checkpoint:
     options = read_json(os.path.join(location.path, "config.json"))
     generation_path = os.path.join(location.path, "generation_config.json")
     generation = read_json(generation_path) if os.path.exists(generation_path) else None
-    config, ignored = config_from_huggingface(
-        options, generation, origin=os.path.join(location.path, "config.json")
-    )
+    is_translator = options.get("model_type") == m2m100.MODEL_TYPE
+    read = m2m100.config_from_m2m100 if is_translator else config_from_huggingface
+    config, ignored = read(options, generation, origin=os.path.join(location.path, "config.json"))
     folder = SafetensorsFolder(location.path)
     try:
+        if is_translator:
+            consumed = _translator_copies(folder, config)
+            return Checkpoint(folder, config, "safetensors", options, ignored, consumed)
         # Old checkpoints kept the rotary frequencies as a buffer; they follow from the config.
         consumed = [name for name in folder.tensors if name.endswith(".rotary_emb.inv_freq")]
         if vision := vision_tensors(folder.tensors):
@@ -241,6 +245,24 @@ def _open_folder(location: ModelLocation) -> Checkpoint:
     except AtlasError:
         folder.close()
         raise
+
+
+def _translator_copies(folder: SafetensorsFolder, config: ModelConfig) -> list[str]:
+    """Tensors of an encoder-decoder that follow from others: tied matrices, position tables.
+
+    Raises
+    ------
+    ModelFileError
+        The embeddings of source and target differ, or a head that the config ties to them.
+    """
+    first = m2m100.tensor_name(config, "embedding", folder.tensors)
+    copies = m2m100.tied_copies(config, folder.tensors)
+    for name in copies:
+        if not _are_equal(folder, first, name):
+            raise ModelFileError(
+                f"{folder.path}: {name} differs from {first}; allowed: one matrix for both"
+            )
+    return copies + [name for name in folder.tensors if m2m100.is_position_table(name)]
 
 
 def _rope_divisors(file: GgufFile, config: ModelConfig) -> tuple[float, ...]:

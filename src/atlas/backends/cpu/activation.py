@@ -45,6 +45,12 @@ def zero(queue: Queue, *, out: Array) -> None:
     queue.launch("activation.zero", args, out)
 
 
+def relu(queue: Queue, x: Array, *, out: Array) -> None:
+    sizes = match_dims("T F", x, "T F", out, dtype="float32")
+    args = (address(x), x.strides[0], sizes["T"], sizes["F"], address(out), out.strides[0])
+    queue.launch("activation.relu", args, (x, out))
+
+
 def add(queue: Queue, x: Array, y: Array, *, out: Array) -> None:
     sizes = match_dims("T D", x, "T D", y, "T D", out, dtype="float32")
     args = (address(x), x.strides[0], address(y), y.strides[0], sizes["T"], sizes["D"])

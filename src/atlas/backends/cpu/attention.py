@@ -16,7 +16,7 @@ from atlas.ops.attention import SEGMENT
 from atlas.ops.check import match_dims
 
 _LANES = 16
-_QUERIES = 4
+QUERIES = 4
 
 
 def kv_store(
@@ -106,7 +106,7 @@ def attention_prefill(
         raise ShapeError("out must be contiguous")
     threads = queue.device.threads
     wide = -(-dim // _LANES) * _LANES * 4
-    scratch_bytes = _QUERIES * SEGMENT * 4 + 2 * _QUERIES * wide
+    scratch_bytes = QUERIES * SEGMENT * 4 + 2 * QUERIES * wide
     segments = -(-block_tables.shape[1] * k_pool.shape[3] // SEGMENT)
     row_bytes = 64 + wide
     shared_out = threads > 1 and rows * kv_heads < 4 * threads

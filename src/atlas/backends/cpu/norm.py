@@ -1,4 +1,4 @@
-"""RMS normalisation: launches."""
+"""RMS and layer normalisation: launches."""
 
 from __future__ import annotations
 
@@ -43,3 +43,12 @@ def gated_rmsnorm(
     args += (sizes["T"], groups, group_size, address(weight), weight_stride, float_bits(eps))
     args += (int(norm_first), address(out), out.strides[0], steps[2])
     queue.launch("norm.gated_rmsnorm", args, (x, gate, weight, out))
+
+
+def layernorm(
+    queue: Queue, x: Array, weight: Array, bias: Array, eps: float, *, out: Array
+) -> None:
+    sizes = match_dims("T D", x, "D", weight, "D", bias, "T D", out, dtype="float32")
+    args: Args = (address(x), x.strides[0], sizes["T"], sizes["D"], address(weight), address(bias))
+    args += (float_bits(eps), address(out), out.strides[0])
+    queue.launch("norm.layernorm", args, (x, weight, bias, out))

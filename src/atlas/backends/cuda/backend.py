@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from atlas.backends.backend import Shapes
+from atlas.backends.cuda import NOT_OFFERED
 from atlas.backends.cuda.buffers import buffer_bytes
 from atlas.backends.cuda.device import CudaDevice
 from atlas.backends.cuda.loading import Loader
@@ -16,6 +17,7 @@ from atlas.backends.cuda.pack import MatrixLayout, layout
 from atlas.backends.cuda.pools import pool_bytes
 from atlas.backends.cuda.recurrent_pools import recurrent_pool_bytes
 from atlas.backends.cuda.runtime import SCRATCH_BYTES, ZEROED_BYTES, CudaRuntime
+from atlas.errors import CapabilityError
 
 if TYPE_CHECKING:
     from atlas.cache.recurrent import SlotCounts
@@ -55,6 +57,11 @@ class CudaBackend:
         self._device: CudaDevice | None = None
 
     def require_support(self, config: ModelConfig) -> None:
+        if config.encoder is not None:
+            missing = ", ".join(sorted(NOT_OFFERED))
+            raise CapabilityError(
+                f"translation models run on the CPU; the CUDA kernels have no {missing}"
+            )
         require_support(config)
 
     def matrix_format(self, format: str, cols: int, groups: int) -> str:

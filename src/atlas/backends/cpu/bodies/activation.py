@@ -63,6 +63,21 @@ body("activation.silu_and_mul")(_gated(silu))
 body("activation.gelu_tanh_and_mul")(_gated(gelu_tanh))
 
 
+@body("activation.relu")
+def relu(thread, num_threads, args):
+    x, x_stride, num_rows, size = args[0], args[1], args[2], args[3]
+    out, out_stride = args[4], args[5]
+    pieces = (size + 15) // 16
+    for item in range(
+        num_rows * pieces * thread // num_threads, num_rows * pieces * (thread + 1) // num_threads
+    ):
+        row, piece = item // pieces, item % pieces
+        count = min(16, size - piece * 16)
+        value = load_first(x + row * x_stride + piece * 64, count)
+        value = maximum(zeros(), value)  # in this order NaN stays NaN
+        store_first(out + row * out_stride + piece * 64, value, count)
+
+
 @body("activation.relu_squared")
 def relu_squared(thread, num_threads, args):
     x, x_stride, num_rows, size = args[0], args[1], args[2], args[3]

@@ -1,9 +1,9 @@
 """Matrix products: activation quantisation, tiles of 16 outputs × 1 or 4 rows, and their loops.
 
 A tile function returns the sums of 16 outputs for one row or four. As a sum waits for its last
-addition, several tiles go side by side: four of one row, two of four rows. Within a row the order
-is the same in all (blocks or k ascending, one accumulator), so a row's bits do not depend on how
-many rows there are.
+addition, several tiles go side by side: four of one row, two of four rows and, for float weights
+where registers hold them, two of eight. Within a row the order is the same in all (blocks or k
+ascending, one accumulator), so a row's bits do not depend on how many rows there are.
 """
 
 # mypy: ignore-errors
@@ -44,6 +44,7 @@ from atlas.backends.cpu.bodies.simd_integer import (
 )
 from atlas.backends.cpu.bodies.vectors import device
 from atlas.backends.cpu.bodies.weight_blocks import FORMATS
+from atlas.backends.cpu.target import simd_level
 
 _f = np.float32
 ZERO, MAX_INT8 = _f(0.0), _f(127.0)
@@ -200,10 +201,50 @@ def _float_tiles(read, width):
     return tile_1, tile_4, tiles_1, tiles_4
 
 
+def _wide_tiles(read, width):
+    @device
+    def tiles_8(tile, tile_bytes, k, x, y, fetch):
+        """Two tiles × eight rows: enough sums in flight to keep two multiply-add units busy."""
+        x0, x1, x2, x3 = x
+        x4, x5, x6, x7 = y
+        a0, a1, a2, a3 = zeros(), zeros(), zeros(), zeros()
+        a4, a5, a6, a7 = zeros(), zeros(), zeros(), zeros()
+        b0, b1, b2, b3 = zeros(), zeros(), zeros(), zeros()
+        b4, b5, b6, b7 = zeros(), zeros(), zeros(), zeros()
+        for i in range(k):
+            at = tile + i * width
+            if fetch:
+                prefetch(at + AHEAD)
+                prefetch(at + tile_bytes + AHEAD)
+            v, w = read(at), read(at + tile_bytes)
+            value = splat(load_f32(x0 + i * 4))
+            a0, b0 = fma(v, value, a0), fma(w, value, b0)
+            value = splat(load_f32(x1 + i * 4))
+            a1, b1 = fma(v, value, a1), fma(w, value, b1)
+            value = splat(load_f32(x2 + i * 4))
+            a2, b2 = fma(v, value, a2), fma(w, value, b2)
+            value = splat(load_f32(x3 + i * 4))
+            a3, b3 = fma(v, value, a3), fma(w, value, b3)
+            value = splat(load_f32(x4 + i * 4))
+            a4, b4 = fma(v, value, a4), fma(w, value, b4)
+            value = splat(load_f32(x5 + i * 4))
+            a5, b5 = fma(v, value, a5), fma(w, value, b5)
+            value = splat(load_f32(x6 + i * 4))
+            a6, b6 = fma(v, value, a6), fma(w, value, b6)
+            value = splat(load_f32(x7 + i * 4))
+            a7, b7 = fma(v, value, a7), fma(w, value, b7)
+        return (a0, a1, a2, a3), (a4, a5, a6, a7), (b0, b1, b2, b3), (b4, b5, b6, b7)
+
+    return tiles_8
+
+
 TILES = {name: _quantised_tiles(*functions) for name, functions in FORMATS.items()}
-TILES["f32"] = _float_tiles(load, 64)
-TILES["f16"] = _float_tiles(load_f16, 32)
-TILES["bf16"] = _float_tiles(load_bf16, 32)
+_FLOATS = {"f32": (load, 64), "f16": (load_f16, 32), "bf16": (load_bf16, 32)}
+TILES |= {name: _float_tiles(*read) for name, read in _FLOATS.items()}
+# Sixteen sums and two weights fill the 32 registers of AVX-512; where vectors are two or four
+# registers, they would spill.
+HAS_WIDE_TILES = simd_level() == "avx512"
+WIDE_TILES = {name: _wide_tiles(*read) for name, read in _FLOATS.items() if HAS_WIDE_TILES}
 
 
 @device
@@ -239,7 +280,47 @@ def write_rows(target, stride, acc, rows, count, bias, accumulate):
         write(target + 3 * stride, acc[3], count, bias, accumulate)
 
 
-def _linear(tile_1, tile_4, tiles_1, tiles_4):
+@device
+def write_tile_rows(out, stride, t, acc, rows, num_outputs, bias, accumulate):
+    """Epilogue of tile ``t``, up to four rows."""
+    count, tile_bias = min(16, num_outputs - t * 16), bias + t * 64 if bias != 0 else 0
+    write_rows(out + t * 64, stride, acc, rows, count, tile_bias, accumulate)
+
+
+def _eights(tiles_8):
+    """A pair of tiles against eight rows at a time; answers with the first row that is left."""
+
+    @device
+    def eights(
+        t, start, stop, x, x_stride, k, weight, tile_bytes, num_outputs, out, out_stride, bias,
+        accumulate,
+    ):  # fmt: skip
+        tile, row = weight + t * tile_bytes, start
+        while row + 8 <= stop:
+            upper = rows_from(x, x_stride, row, stop - 1)
+            lower = rows_from(x, x_stride, row + 4, stop - 1)
+            a, c, b, d = tiles_8(tile, tile_bytes, k, upper, lower, row == start)
+            target, below = out + row * out_stride, out + (row + 4) * out_stride
+            write_tile_rows(target, out_stride, t, a, 4, num_outputs, bias, accumulate)
+            write_tile_rows(below, out_stride, t, c, 4, num_outputs, bias, accumulate)
+            write_tile_rows(target, out_stride, t + 1, b, 4, num_outputs, bias, accumulate)
+            write_tile_rows(below, out_stride, t + 1, d, 4, num_outputs, bias, accumulate)
+            row += 8
+        return row
+
+    return eights
+
+
+@device
+def no_eights(
+    t, start, stop, x, x_stride, k, weight, tile_bytes, num_outputs, out, out_stride, bias,
+    accumulate,
+):  # fmt: skip
+    """Where there are no such tiles, every row is left."""
+    return start
+
+
+def _linear(tile_1, tile_4, tiles_1, tiles_4, eights):
     @device
     def write_tile(out, t, acc, num_outputs, bias, accumulate):
         count, tile_bias = min(16, num_outputs - t * 16), bias + t * 64 if bias != 0 else 0
@@ -258,11 +339,6 @@ def _linear(tile_1, tile_4, tiles_1, tiles_4):
             acc = tile_1(weight + t * tile_bytes, k, x)
             write_tile(out, t, acc, num_outputs, bias, accumulate)
 
-    @device
-    def write_tile_4(out, stride, t, acc, rows, num_outputs, bias, accumulate):
-        count, tile_bias = min(16, num_outputs - t * 16), bias + t * 64 if bias != 0 else 0
-        write_rows(out + t * 64, stride, acc, rows, count, tile_bias, accumulate)
-
     def linear(thread, num_threads, args):
         x, x_stride, num_rows, k = args[0], args[1], args[2], args[3]
         weight, tile_bytes, num_outputs = args[4], args[5], args[6]
@@ -276,21 +352,29 @@ def _linear(tile_1, tile_4, tiles_1, tiles_4):
         for start in range(0, num_rows, rows_a_pass):
             stop = min(num_rows, start + rows_a_pass)
             for t in range(first, last, 2):
-                tile = weight + t * tile_bytes
-                for row in range(start, stop, 4):
+                tile, begin = weight + t * tile_bytes, start
+                if t + 1 < last:
+                    begin = eights(
+                        t, start, stop, x, x_stride, k, weight, tile_bytes, num_outputs, out,
+                        out_stride, bias, accumulate,
+                    )  # fmt: skip
+                for row in range(begin, stop, 4):
                     # The first rows bring the next tiles' weights; the others find these cached.
                     fetch, target = row == start, out + row * out_stride
                     rows, left = rows_from(x, x_stride, row, stop - 1), stop - row
                     if t + 1 < last:
                         a, b = tiles_4(tile, tile_bytes, k, rows, fetch)
                         u = t + 1
-                        write_tile_4(target, out_stride, u, b, left, num_outputs, bias, accumulate)
+                        write_tile_rows(
+                            target, out_stride, u, b, left, num_outputs, bias, accumulate
+                        )
                     else:
                         a = tile_4(tile, k, rows, fetch)
-                    write_tile_4(target, out_stride, t, a, left, num_outputs, bias, accumulate)
+                    write_tile_rows(target, out_stride, t, a, left, num_outputs, bias, accumulate)
 
     return linear
 
 
 for _name, _tiles in TILES.items():
-    body(f"linear.{_name}")(_linear(*_tiles))
+    _rows_of_eight = _eights(WIDE_TILES[_name]) if _name in WIDE_TILES else no_eights
+    body(f"linear.{_name}")(_linear(*_tiles, _rows_of_eight))

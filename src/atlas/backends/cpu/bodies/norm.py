@@ -1,4 +1,4 @@
-"""RMS normalisation of strided rows."""
+"""RMS and layer normalisation of strided rows."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -8,15 +8,19 @@ import numpy as np
 from atlas.backends.cpu.bodies import body
 from atlas.backends.cpu.bodies.activation import silu
 from atlas.backends.cpu.bodies.simd import (
+    add,
     bits_f32,
     fma,
+    lanes_between,
     load,
     load_first,
     mul,
+    select,
     splat,
     sqrt_f32,
     store,
     store_first,
+    sub,
     sum_lanes,
     zeros,
 )
@@ -93,3 +97,30 @@ def gated_rmsnorm(thread, num_threads, args):
             if norm_first:
                 value = mul(value, silu(load_first(gates + i * 4, count)))
             store_first(target + i * 4, value, count)
+
+
+@body("norm.layernorm")
+def layernorm(thread, num_threads, args):
+    x, x_stride, num_rows, size = args[0], args[1], args[2], args[3]
+    weight, bias, eps, out, out_stride = args[4], args[5], bits_f32(args[6]), args[7], args[8]
+    for row in range(thread, num_rows, num_threads):
+        source, target = x + row * x_stride, out + row * out_stride
+        total = zeros()
+        for start in range(0, size, 16):
+            total = add(load_first(source + start * 4, min(16, size - start)), total)
+        mean = splat(sum_lanes(total) / np.float32(size))
+        squares = zeros()
+        for start in range(0, size, 16):
+            count = min(16, size - start)
+            centred = sub(load_first(source + start * 4, count), mean)
+            centred = select(lanes_between(0, count), centred, zeros())
+            squares = fma(centred, centred, squares)
+        variance = sum_lanes(squares) / np.float32(size)
+        scale = splat(ONE / sqrt_f32(variance + eps))
+        for start in range(0, size, 16):
+            count = min(16, size - start)
+            value = mul(sub(load_first(source + start * 4, count), mean), scale)
+            value = fma(
+                value, load_first(weight + start * 4, count), load_first(bias + start * 4, count)
+            )
+            store_first(target + start * 4, value, count)

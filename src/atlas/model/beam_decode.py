@@ -1,0 +1,176 @@
+"""Beam searches in the decoder, many at once, each run to its end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from atlas.errors import InvalidArgumentError, KvExhausted
+from atlas.model.beam_search import BeamSearch, Continuation
+from atlas.model.records import MAX_BEAMS, BeamHypothesis, BeamRequest
+from atlas.model.source_decode import SourceDecode, commit, sweep
+
+if TYPE_CHECKING:
+    from atlas.model.core import Ints
+    from atlas.model.encoded_source import EncodedSource
+    from atlas.model.sequence import SequenceState
+    from atlas.model.translator_core import Floats, TranslatorCore
+
+
+class BeamDecode(SourceDecode):
+    """One request's beams: a sequence each, all on one source.
+
+    The first sweep runs start token and language tag in one sequence; from then on each beam's
+    last token runs. Beams that extend the same hypothesis share its blocks, and a block is copied
+    only when one of several holders is about to write it.
+
+    Parameters
+    ----------
+    core : TranslatorCore
+    source : EncodedSource
+        Released with the beams.
+    search : BeamSearch
+        A new one.
+    """
+
+    def __init__(self, core: TranslatorCore, source: EncodedSource, search: BeamSearch) -> None:
+        super().__init__(core, source, search.running[0].token_ids)
+        self.search = search
+
+    def advance(self, ids: Ints, log_probs: Floats) -> None:
+        """Take the sweep's candidates, [beams, k]; the beams that go on are reordered."""
+        k = self.search.num_candidates
+        going = self.search.step(ids[:, :k], log_probs[:, :k])
+        self._seqs = self._reorder(going)
+        self._inputs = [np.array([token], np.int32) for _, token in going]
+
+    def _reorder(self, going: Sequence[Continuation]) -> list[SequenceState]:
+        """A parent's first child takes its sequence over, the others share its blocks."""
+        taken: set[int] = set()
+        seqs: list[SequenceState] = []
+        for parent, _ in going:
+            seq = self._seqs[parent]
+            seqs.append(self._core.share_sequence(seq) if parent in taken else seq)
+            taken.add(parent)
+        for i, seq in enumerate(self._seqs):
+            if i not in taken:
+                seq.native.release()
+        return seqs
+
+
+def candidates(core: TranslatorCore, decodes: Sequence[BeamDecode]) -> list[tuple[Ints, Floats]]:
+    """Each search's candidates in the arena's first rows: those of ``decodes``, in their order."""
+    bans = [row for decode in decodes for row in decode.search.bans()]
+    k = max(decode.search.num_candidates for decode in decodes)
+    ids, log_probs = core.top_candidates(len(bans), k, bans)
+    ends = np.cumsum([decode.num_rows for decode in decodes])[:-1]
+    return list(zip(np.split(ids, ends), np.split(log_probs, ends), strict=True))
+
+
+def beam_search(
+    core: TranslatorCore, requests: Sequence[BeamRequest]
+) -> list[list[BeamHypothesis]]:
+    """Run searches to their ends, as many at a time as rows and blocks allow.
+
+    Raises
+    ------
+    InvalidArgumentError, PromptTooLongError
+        A request is refused, before anything runs.
+    KvExhausted
+        The pool cannot hold a request even alone.
+    """
+    prepared = [_prepare(core, request) for request in requests]
+    results: list[list[BeamHypothesis]] = [[] for _ in requests]
+    waiting = deque(range(len(requests)))
+    active: dict[int, BeamDecode] = {}
+    try:
+        while waiting or active:
+            _admit(core, requests, prepared, waiting, active)
+            decodes = list(active.values())
+            windows = [window for decode in decodes for window in decode.windows()]
+            sweep(core, windows)
+            commit(core, windows)
+            for decode, (ids, log_probs) in zip(decodes, candidates(core, decodes), strict=True):
+                decode.advance(ids, log_probs)
+            for i, decode in list(active.items()):
+                if decode.search.done:
+                    results[i] = decode.search.best(requests[i].num_return)
+                    active.pop(i).release()
+    finally:
+        for decode in active.values():
+            decode.release()
+    return results
+
+
+def _admit(
+    core: TranslatorCore,
+    requests: Sequence[BeamRequest],
+    prepared: Sequence[tuple[Ints, Ints]],
+    waiting: deque[int],
+    active: dict[int, BeamDecode],
+) -> None:
+    """Encode what fits beside the active searches, each counted with all it may come to need."""
+    rows = core.limits.logits_rows - sum(decode.search.num_beams for decode in active.values())
+    blocks = core.blocks.num_free - sum(
+        _most_blocks(core, requests[i], prepared[i]) - decode.num_blocks
+        for i, decode in active.items()
+    )
+    chosen: list[int] = []
+    while waiting:
+        i = waiting[0]
+        most = _most_blocks(core, requests[i], prepared[i])
+        if requests[i].num_beams > rows or most > blocks:
+            break
+        rows -= requests[i].num_beams
+        blocks -= most
+        chosen.append(waiting.popleft())
+    if not chosen:
+        if not active:
+            i = waiting[0]
+            raise KvExhausted(
+                f"a search of {requests[i].num_beams} beams may need "
+                f"{_most_blocks(core, requests[i], prepared[i])} KV blocks; "
+                f"{core.blocks.num_free} of {core.blocks.num_total} are free"
+            )
+        return
+    encoded = core.encode([prepared[i][0] for i in chosen])
+    for i, source in zip(chosen, encoded, strict=True):
+        active[i] = BeamDecode(core, source, _search(core, requests[i], prepared[i][1]))
+
+
+def _prepare(core: TranslatorCore, request: BeamRequest) -> tuple[Ints, Ints]:
+    """What encoder and decoder read first, after checking the request."""
+    if request.adapter_slot != -1:
+        raise InvalidArgumentError(
+            f"adapter_slot is {request.adapter_slot}; allowed: -1, this model has no adapters"
+        )
+    if request.num_beams > min(MAX_BEAMS, core.limits.logits_rows):
+        raise InvalidArgumentError(f"num_beams is {request.num_beams}; allowed: 1 … {MAX_BEAMS}")
+    source, target = core.languages(request.src_lang_id, request.tgt_lang_id)
+    core.require_length(2 + request.max_new - 1)
+    return core.source_ids(request.prompt_tokens, source), core.first_tokens(target)
+
+
+def _search(core: TranslatorCore, request: BeamRequest, first: Ints) -> BeamSearch:
+    return BeamSearch(
+        first.tolist(),
+        core.config.eos_token_ids,
+        num_beams=request.num_beams,
+        max_new=request.max_new,
+        length_penalty=request.length_penalty,
+        early_stopping=request.early_stopping,
+        no_repeat_ngram=request.no_repeat_ngram,
+    )
+
+
+def most_blocks(core: TranslatorCore, source_len: int, num_beams: int, max_new: int) -> int:
+    """Blocks that a request may come to hold: its source, and beams that share nothing."""
+    size = core.pools.block_size
+    return -(-source_len // size) + num_beams * -(-(1 + max_new) // size)
+
+
+def _most_blocks(core: TranslatorCore, request: BeamRequest, prepared: tuple[Ints, Ints]) -> int:
+    return most_blocks(core, len(prepared[0]), request.num_beams, request.max_new)
