@@ -279,7 +279,6 @@ def make_moe_down(tile: DecodeTile) -> Any:
         own, word = i32(lane & 7), i32(lane & 3)
         line = i32(own * pitch + (lane >> 3) * 16)
         stage = i32(0)
-        barrier_wait(i32(base + BARRIER_AT), 0)
         for group in range(groups):
             columns = i32(block_x() + group * num_blocks_x())
             if group > 0:
@@ -289,6 +288,7 @@ def make_moe_down(tile: DecodeTile) -> Any:
                 expert = load_shared_b32(base + entries + remainder(unit, count) * 4)
                 pair = pair_of(base, own, expert, m, slots)
                 rows = i32(act_at + max(pair, i32(0)) * (2 * inner + 16) + (lane >> 3) * 16)
+                barrier_wait(i32(base + BARRIER_AT), 0)  # once it is over, at no cost
                 total = mma_zero()
                 for at_k in range(0, inner, chunk):
                     place = i32(ring + stage * stage_bytes)

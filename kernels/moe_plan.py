@@ -131,7 +131,7 @@ DOWN_TILES: dict[str, DecodeTile] = {
     "t1b": DecodeTile(1, 9, 128, 3, 2, _THIRD),
     "t1c": DecodeTile(1, 9, 64, 9, 2, _HALF),
     "t1d": DecodeTile(1, 9, 128, 3, 2, _THIRD),
-    "t2a": DecodeTile(2, 8, 256, 2, 2, _HALF),
+    "t2a": DecodeTile(2, 9, 128, 4, 2, _HALF),
     "t4a": DecodeTile(4, 16, 128, 4, 1, _FULL),
     "t8a": DecodeTile(8, 12, 256, 2, 1, _FULL),
     "t8b": DecodeTile(8, 24, 64, 4, 1, _FULL),

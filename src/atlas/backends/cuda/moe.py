@@ -22,7 +22,7 @@ from atlas.backends.cuda.launch import Argument, Queue
 from atlas.backends.cuda.pack import DeviceMatrix
 from atlas.errors import ShapeError
 
-_CLUSTERED = (9, 0)  # the decode kernels' copies need it
+_BULK_COPIES, _SMALL_SM = (9, 0), (12, 0)  # decode kernels take up to 227 KB of an SM's memory
 _MOST_EXPERTS, _MOST_CHOICES = 1024, 31
 _COMBINE_COLUMNS = 1024
 _EPSILON = 1e-20
@@ -105,7 +105,7 @@ def moe_experts(
             raise ShapeError(f"a shared expert {shared_gate_up.layout}; allowed: one as the others")
         last_up, last_down = shared_gate_up.data, shared_down.data
     variant = None
-    if queue.device.capability >= _CLUSTERED:
+    if _BULK_COPIES <= queue.device.capability < _SMALL_SM:
         variant = decode_variant(rows, dim=dim, inner=inner, slots=slots)
     if variant is not None:
         args: Args = (weight, last_up, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
