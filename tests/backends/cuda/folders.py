@@ -77,7 +77,7 @@ _SHAPES = {
 
 def write_cuda_hybrid(folder: Path, family: str) -> Path:
     """A model with random weights whose states last for dozens of tokens."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     mapping = _SHAPES[family] | {"vocab_size": 203, "eos_token_id": 2, "bos_token_id": 1}
     (folder / "config.json").write_text(json.dumps(mapping))
     rng = np.random.default_rng(0)
