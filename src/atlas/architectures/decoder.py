@@ -367,8 +367,11 @@ class NetworkBuilder:
 
     def _taps(self, name: str, channels: int) -> Array:
         """A convolution's taps [W, C], the oldest input's first."""
-        taps = self._host_vector(name).reshape(channels, -1).T
-        placed: Array = self.runtime.place(np.ascontiguousarray(taps))
+        stored, held = self._host_vector(name), self.weights.vectors
+        turned = name + ".turned"
+        if turned not in held:
+            held[turned] = np.ascontiguousarray(stored.reshape(channels, -1).T)
+        placed: Array = self.runtime.place(held[turned])
         return placed
 
     def _report(self, name: str) -> None:
