@@ -27,7 +27,7 @@ from atlas.layers.moe import Latent, Moe, SharedExpert
 from atlas.layers.mtp import MtpHead
 from atlas.layers.network import Block, Network
 from atlas.layers.rope import no_rotation, rope_table
-from atlas.layers.step import Array
+from atlas.layers.step import SHARED_SCORES, Array
 from atlas.ops.blocks import FORMATS, HostMatrix, dequantize, quantize
 from atlas.weights.checkpoint import Checkpoint
 from atlas.weights.packed_weights import PackedWeights
@@ -259,8 +259,11 @@ class NetworkBuilder:
         shared = latent = None
         norm = self._vector(prefix + "mlp_norm")
         joins = self.joins_shared
-        routers = [prefix + "router", *([prefix + "shared.router"] if joins else [])]
-        router = self._projection(routers, None)
+        if joins:
+            names = [prefix + "router", prefix + "shared.router"]
+            router = Projection((self._packed(names, zero_rows=SHARED_SCORES - 1),))
+        else:
+            router = self._projection([prefix + "router"], None)
         bias = self._vector(prefix + "router_bias") if moe.selection_bias else None
         gate_up = self._packed(self._widening(config, prefix + "experts."), moe.num_experts)
         down = self._packed([prefix + "experts.down_proj"], moe.num_experts)
@@ -312,13 +315,17 @@ class NetworkBuilder:
                 runs.append([name])
         return Projection(tuple(self._packed(run) for run in runs), bias)
 
-    def _packed(self, names: list[str], groups: int = 1) -> Any:
+    def _packed(self, names: list[str], groups: int = 1, zero_rows: int = 0) -> Any:
+        """The matrices, one under the other, and rows of zeros behind them."""
         held = self.weights.matrices
         key = tuple(names)
         if key not in held:
             matrices = [self._matrix(name) for name in names]
             if len({matrix.format for matrix in matrices}) > 1:  # experts of mixed formats
                 matrices = [_as_f32(matrix) for matrix in matrices]
+            if zero_rows:
+                matrices = [_as_f32(m) if FORMATS[m.format].is_quantized else m for m in matrices]
+                matrices.append(_zeros_like(matrices[0], zero_rows))
             held[key] = self.runtime.pack(matrices, groups)
             for name in names:
                 self.weights.formats[name] = held[key].format
@@ -369,6 +376,12 @@ class NetworkBuilder:
     def _report(self, name: str) -> None:
         if self.on_progress is not None:
             self.on_progress(self.checkpoint.stored_bytes(name))
+
+
+def _zeros_like(matrix: HostMatrix, rows: int) -> HostMatrix:
+    """A matrix of the same float format and width."""
+    data = np.zeros((rows, *matrix.data.shape[1:]), matrix.data.dtype)
+    return HostMatrix(matrix.format, rows, matrix.cols, data)
 
 
 def _as_f32(matrix: HostMatrix) -> HostMatrix:

@@ -15,8 +15,8 @@ from atlas.layers.step import Array, StepBuffers
 class SharedExpert:
     """An expert that sees every row; ``router`` gives a number whose sigmoid multiplies it.
 
-    With ``joins`` it is one more expert among a row's choices, and its number the last of
-    ``Moe.router``.
+    With ``joins`` it is one more expert among a row's choices, and its number the first behind the
+    others' scores in ``Moe.router``.
     """
 
     gate_up: Projection
@@ -75,7 +75,7 @@ class Moe:
             sizes.scale,
             sizes.num_groups,
             sizes.top_groups,
-            step.router[:, sizes.num_experts :] if joins else None,
+            step.router[:, sizes.num_experts : sizes.num_experts + 1] if joins else None,
             ids=ids,
             weights=weights,
         )

@@ -18,6 +18,9 @@ from atlas import pages
 from atlas.config import ModelConfig
 
 Array = NDArray[Any]
+SHARED_SCORES = 8
+"""Columns of the router's scores for a shared expert that joins the others: its own comes first,
+and the rest fill a vector, so that every kind of matrix product takes the router."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,7 @@ def buffer_shapes(
     experts, top_k, inner, latent = (
         (moe.num_experts, moe.top_k, moe.intermediate_size, moe.latent_size) if moe else (0,) * 4
     )
-    choices, scores = top_k + joins_shared, experts + joins_shared
+    choices, scores = top_k + joins_shared, experts + SHARED_SCORES * joins_shared
     dense = max(config.intermediate_size, moe.shared_size if moe else 0)
     gated = 2 if config.has_mlp_gate else 0
     return {

@@ -18,7 +18,7 @@ from atlas.cache.recurrent import SlotCounts
 from atlas.cache.state_slots import StateSlots
 from atlas.config import ModelConfig
 from atlas.errors import InvalidArgumentError
-from atlas.layers.step import StepShape, buffer_shapes
+from atlas.layers.step import SHARED_SCORES, StepShape, buffer_shapes
 from atlas.layers.translation_step import translation_buffer_shapes
 from atlas.model import Model
 from atlas.model.circuit import DenseCircuit
@@ -318,6 +318,9 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
     weights = sum(
         _bytes_in_memory(name, formats[name], shape, backend) for name, shape in shapes.items()
     )
+    if joins_shared:
+        routers = sum(name.endswith("shared.router") for name in shapes)
+        weights += routers * backend.matrix_bytes("bf16", SHARED_SCORES - 1, config.hidden_size)
     memory = MemoryPlan(
         weights=weights + _position_bytes(config, max_seq_len, backend),
         kv_pool=num_blocks * backend.kv_block_bytes(config, kv_dtype),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from unittest import mock
 
-from tests.engine import folders
+import numpy as np
+from safetensors.numpy import save_file
+
+from atlas.architectures.huggingface_config import config_from_huggingface
+from atlas.architectures.huggingface_names import huggingface_sources
 
 _DELTA = {
-    "vocab_size": 203,
     "hidden_size": 128,
     "intermediate_size": 192,
     "num_hidden_layers": 3,
@@ -73,6 +76,22 @@ _SHAPES = {
 
 
 def write_cuda_hybrid(folder: Path, family: str) -> Path:
-    """A model of ``family`` whose states last for dozens of tokens."""
-    with mock.patch.dict(folders._HYBRIDS, _SHAPES):
-        return folders.write_hybrid(folder, family)
+    """A model with random weights whose states last for dozens of tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mapping = _SHAPES[family] | {"vocab_size": 203, "eos_token_id": 2, "bos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(mapping))
+    rng = np.random.default_rng(0)
+    tensors = {}
+    config, _ = config_from_huggingface(mapping)
+    for source in huggingface_sources(config, {}).values():
+        for name in source.tensors:
+            values = rng.standard_normal(source.shape)
+            if name.endswith("A_log"):
+                values = 0.5 * values - 3.0
+            elif "norm" in name:
+                values = values + (name.endswith("linear_attn.norm.weight") or family == "bamba")
+            else:
+                values = (0.5 if "conv" in name else 0.15) * values
+            tensors[name] = values.astype(np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    return folder

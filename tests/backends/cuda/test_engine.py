@@ -17,7 +17,6 @@ from atlas.backends.cuda import device, driver, probe
 from atlas.errors import CapabilityError, KernelError
 from atlas.event import Event
 from tests.backends.cuda.host_gpu import HostGpu
-from tests.engine.folders import write_model
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.9, seed=5, top_k=20)
@@ -71,6 +70,8 @@ def test_auto_takes_a_gpu_that_is_there_unless_it_lacks_what_is_asked(
 
 
 def test_auto_is_the_cpu_for_a_model_that_the_gpu_cannot_run(gpu: HostGpu, tmp_path: Path) -> None:
+    from tests.engine.folders import write_model  # needs what a GPU machine may lack
+
     small = write_model(tmp_path / "small")  # heads of 16 dimensions
     with Engine(small, quiet=True) as engine:
         assert engine.options.device == "cpu"

@@ -149,7 +149,7 @@ def _check(
     require(dim % channels == 0, "channels of a Mamba-2 head", dim, f"multiples of {channels}")
     if heads % groups:
         raise ShapeError(f"{heads} heads in {groups} groups; allowed: as many in each")
-    if not x.strides[0] == b.strides[0] == c.strides[0]:
+    if len(x) > 1 and not x.strides[0] == b.strides[0] == c.strides[0]:
         raise ShapeError(f"x {x}, b {b} and c {c}; allowed: columns of one array")
     if not is_aligned(16, x, b, c):
         raise ShapeError(f"rows of x {x}, b {b} and c {c} must lie at multiples of 16 bytes")

@@ -36,7 +36,7 @@ def joins_shared_expert(config: ModelConfig, formats: Mapping[str, str]) -> bool
     moe = config.moe
     if moe is None or moe.shared_size != moe.intermediate_size:
         return False
-    if not moe.shared_gate or moe.latent_size or moe.num_experts % 4:
+    if not moe.shared_gate or moe.latent_size or moe.num_experts % 8:
         return False
     return {format for name, format in formats.items() if ".shared." in name} == {"bf16"}
 
