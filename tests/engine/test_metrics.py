@@ -262,7 +262,7 @@ def test_the_text_is_valid_and_says_the_same(own: Engine) -> None:
         max_size=len(LATENCY_BOUNDS_S) + 1,
     ),
     total_s=st.floats(0, 1e18),
-    number=st.integers(0, 2**63),
+    number=st.integers(0, 2**53),  # what a float of the text's reader can tell apart
 )
 def test_any_numbers_make_a_valid_text(counts: list[int], total_s: float, number: int) -> None:
     histogram = Histogram(tuple(counts), total_s)

@@ -60,7 +60,7 @@ def test_a_table_chooses_what_samplers_choose(
     logits = logits.astype(np.float32)
     table, rows, edits = table_of(len(given_params))
     known = output[:-1] if unseen and output else output
-    draws, want = [], np.full(len(logits), 7, np.int32)  # the last row is nobody's
+    draws, samplers = [], {}
     token_ids = np.full(5, output[-1] if output else -1, np.int32)
     for i, options in enumerate(given_params):
         params = SamplingParams(**options)
@@ -72,10 +72,13 @@ def test_a_table_chooses_what_samplers_choose(
         for token in known:
             sampler.observe(token)
         draws.append(sampler.draw(i, fed_row=3 if len(known) < len(output) else -1))
+        samplers[i] = sampler
+    table.fill(draws)  # a step is launched before the token that it is fed is observed
+    want = np.full(len(logits), 7, np.int32)  # the last row is nobody's
+    for i, sampler in samplers.items():
         for token in output[len(known) :]:
             sampler.observe(token)
         want[i] = sampler.sample(logits[i], len(prompt) + len(output)).token_id
-    table.fill(draws)
     before, chosen = logits.copy(), np.full(len(logits), 7, np.int32)
     choose_tokens(logits, token_ids, rows[: table.num_rows], edits, chosen=chosen)
     np.testing.assert_array_equal(chosen, want)

@@ -103,6 +103,8 @@ def read_head_dim(
     options: Options, key: str, default: int | None, hidden_size: int, num_heads: int
 ) -> int:
     """The even head size; absent, it is `default` or hidden_size / num_heads."""
+    if num_heads < 1:
+        raise ModelFileError(f"{options.origin}: {num_heads} attention heads; allowed: 1 or more")
     if default is None and not options.has(key) and hidden_size % num_heads:
         raise ModelFileError(
             f"{options.origin}: {key} is missing, and hidden size {hidden_size} is not a "
