@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import pkgutil
 import re
@@ -62,7 +63,7 @@ def bundle(folder: str | os.PathLike[str], *, with_model: bool = False) -> Path:
     InvalidArgumentError
         The folder holds something.
     CapabilityError
-        This Python has no shared library, or the C library is not installed.
+        This Python has no shared library, or Atlas is not installed whole.
     """
     out = Path(folder).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -70,6 +71,23 @@ def bundle(folder: str | os.PathLike[str], *, with_model: bool = False) -> Path:
     shared, package = python_library(), Path(atlas.__file__).resolve().parent
     if not (package / "lib").is_dir():
         raise CapabilityError(f"{package} has no C library; allowed: an installed atlas-llm")
+    if importlib.util.find_spec("atlas_kernels") is None:
+        raise CapabilityError(
+            f"{package} has no atlas_kernels beside it; allowed: an installed atlas-llm"
+        )
+    is_new = not out.exists()
+    try:
+        _write(out, shared, package, with_model)
+    except BaseException:  # half a bundle would pass for one, and stand in the way of the next
+        for part in out.glob("*"):
+            shutil.rmtree(part)
+        if is_new and out.exists():
+            out.rmdir()
+        raise
+    return out
+
+
+def _write(out: Path, shared: Path, package: Path, with_model: bool) -> None:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = out / "lib" / version / "site-packages"
     _copy_standard_library(out / "lib" / version)
@@ -78,7 +96,6 @@ def bundle(folder: str | os.PathLike[str], *, with_model: bool = False) -> Path:
     _copy_development_files(package, out)
     copy_kernels(out / "share" / "atlas" / "kernels")
     _copy_system_libraries(out)
-    return out
 
 
 def python_library() -> Path:

@@ -492,7 +492,12 @@ class Engine:
         return self._driver.cancel(request_id)
 
     def has_unfinished(self) -> bool:
-        """Whether a request waits or runs."""
+        """Whether a request waits or runs.
+
+        The last events of one that ended may not have been taken yet: :meth:`poll` returns them at
+        once. That is so where the owner thread took its last step, or where :meth:`fork`,
+        :meth:`rewind` or :meth:`save` finished the step under way.
+        """
         self._require_open()
         return self._driver.has_unfinished
 

@@ -144,6 +144,13 @@ def test_a_tied_head(reference: GetReference, tmp_path: Path) -> None:
     assert checkpoint.config.tie_embeddings
     np.testing.assert_array_equal(load_weights(checkpoint)["embedding"], weights["embedding"])
 
+    def neither(tensors: Tensors) -> None:
+        del tensors[embedding]
+
+    (tmp_path / "neither").mkdir()
+    with pytest.raises(ModelFileError, match=r"missing: model\.embed_tokens\.weight"):
+        edited(model, tmp_path / "neither", neither)
+
 
 def test_a_head_that_the_config_promises_must_be_there(
     reference: GetReference, tmp_path: Path

@@ -162,7 +162,7 @@ def _source(
         return Source(("lm_head.weight",), shape)
     if name == "embedding":
         tensor = f"{root}.{names.embedding}"
-        if config.tie_embeddings and tensor not in tensors:
+        if config.tie_embeddings and tensor not in tensors and "lm_head.weight" in tensors:
             tensor = "lm_head.weight"  # of two tied tensors a file may keep either
         return Source((tensor,), shape)
     if name == "final_norm":

@@ -47,8 +47,8 @@ L4, L3, L2, L1 = _f(2 / 9), _f(2 / 7), _f(2 / 5), _f(2 / 3)
 
 @device
 def exp(x):
-    """e^x by lane; 0 below −87, x clamped to 88 above."""
-    bounded = minimum(maximum(x, splat(LOWEST)), splat(HIGHEST))
+    """e^x by lane; 0 below −87, x clamped to 88 above; NaN stays NaN."""
+    bounded = minimum(splat(HIGHEST), maximum(splat(LOWEST), x))  # in this order NaN passes
     n = rint(mul(bounded, splat(LOG2_E)))
     r = fma(n, splat(LN2_LOW), fma(n, splat(LN2_HIGH), bounded))
     p = fma(splat(E0), r, splat(E1))
@@ -93,7 +93,7 @@ def softplus(x):
     p = fma(p, square, splat(L3))
     p = fma(p, square, splat(L2))
     p = fma(p, square, splat(L1))
-    return add(maximum(x, zeros()), fma(mul(p, square), s, add(s, s)))
+    return add(maximum(zeros(), x), fma(mul(p, square), s, add(s, s)))
 
 
 @device
