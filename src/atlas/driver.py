@@ -21,6 +21,7 @@ from atlas.errors import (
     WrongThreadError,
 )
 from atlas.event import Event
+from atlas.interrupts import interrupts_deferred
 from atlas.live_request import LiveRequest
 from atlas.loop import Loop
 from atlas.model.core import ModelCore
@@ -217,26 +218,31 @@ class Driver:
 
     def take_inbox(self) -> None:
         """Carry out cancellations and hand new requests to the loop (the step lock is held)."""
-        while True:
-            with self._state:
-                if self._cancels:
-                    request = self._live.get(self._cancels.popleft())
-                    if request is None:
-                        continue
-                    if request in self._inbox:
-                        self._inbox.remove(request)
-                    cancelled = True
-                elif self._inbox:
-                    request, cancelled = self._inbox.popleft(), False
-                else:
-                    return
-            if cancelled:
-                self._loop.cancel(request)
-                continue
-            try:
-                self._loop.add(request)
-            except AtlasError as error:
-                request.end_all(error)
+        with interrupts_deferred():  # what has left the inbox is nowhere else yet
+            while self._take_one():
+                pass
+
+    def _take_one(self) -> bool:
+        with self._state:
+            if self._cancels:
+                request = self._live.get(self._cancels.popleft())
+                if request is None:
+                    return True
+                if request in self._inbox:
+                    self._inbox.remove(request)
+                cancelled = True
+            elif self._inbox:
+                request, cancelled = self._inbox.popleft(), False
+            else:
+                return False
+        if cancelled:
+            self._loop.cancel(request)
+            return True
+        try:
+            self._loop.add(request)
+        except AtlasError as error:
+            request.end_all(error)
+        return True
 
     def advance_until(self, done: Callable[[], bool]) -> None:
         """Step, or wait for the owner thread's steps, until ``done()``.

@@ -102,6 +102,11 @@ class Languages:
         """Every code, sorted."""
         return tuple(self._tags)
 
+    @property
+    def token_ids(self) -> frozenset[int] | None:
+        """Every tag's id; None without a language, where only the caller knows them."""
+        return frozenset(self._codes) or None
+
     def token_id(self, code: str) -> int:
         """The token id of a language's tag.
 

@@ -54,12 +54,10 @@ class Translating:
     ) -> None:
         languages = None
         if tokenizer is not None:
-            encoder = core.encoder_config
-            reserved = {
-                encoder.padding_token_id, encoder.start_token_id, *core.config.eos_token_ids
-            }  # fmt: skip
-            vocab_size = core.config.vocab_size
-            languages = Languages.from_folder(Path(path), tokenizer, vocab_size, reserved)
+            languages = Languages.from_folder(
+                Path(path), tokenizer, core.config.vocab_size, core.reserved_ids
+            )
+            core.language_ids = languages.token_ids
             core.tag_last = languages.tag_last
         self.intake = TranslationIntake(core, tokenizer, languages, path, weights)
         self.loop = TranslationLoop(core, options)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atlas.errors import AtlasError, InvalidArgumentError
-from atlas.model.records import MAX_BEAMS, EarlyStopping
+from atlas.model.records import (
+    MAX_BEAMS,
+    EarlyStopping,
+    require_early_stopping,
+    require_length_penalty,
+)
 from atlas.request import FinishReason, Timings, Usage
 from atlas.whole_number import whole_number
 
@@ -32,7 +35,7 @@ class BeamParams:
         positions leave.
     length_penalty : float
         A hypothesis of n tokens (the language tag counts) has the score
-        Σ log p / n ** length_penalty.
+        Σ log p / n ** length_penalty; −5 … 5.
     early_stopping : bool or "never"
         When a search ends that has ``num_beams`` finished hypotheses. True: at once; False: when
         the best running one, ended now, would not beat the worst finished one; ``never``: when it
@@ -60,15 +63,8 @@ class BeamParams:
             raise InvalidArgumentError(f"num_beams is {self.num_beams}; allowed: 1 … {MAX_BEAMS}")
         if self.max_tokens is not None:
             whole_number("max_tokens", self.max_tokens, 1)
-        is_number = isinstance(self.length_penalty, numbers.Real)
-        if not is_number or not math.isfinite(self.length_penalty):
-            raise InvalidArgumentError(
-                f"length_penalty is {self.length_penalty!r}; allowed: a finite number"
-            )
-        if self.early_stopping not in (True, False, "never"):
-            raise InvalidArgumentError(
-                f"early_stopping is {self.early_stopping!r}; allowed: True, False, 'never'"
-            )
+        require_length_penalty(self.length_penalty)
+        require_early_stopping(self.early_stopping)
         whole_number("no_repeat_ngram", self.no_repeat_ngram, 0)
         if whole_number("num_return", self.num_return, 1) > self.num_beams:
             raise InvalidArgumentError(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields as fields_of
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from atlas.errors import CapabilityError, InvalidArgumentError, TokenizerError
 from atlas.generation import Weights
@@ -108,7 +110,15 @@ class TranslationIntake(Intake):
             return self.tokenizer.encode(source, add_special=False)
         if isinstance(source, bytes | bytearray):
             raise InvalidArgumentError("a source is bytes; allowed: str or token ids")
-        return [int(token) for token in source]
+        is_sequence = isinstance(source, Sequence | np.ndarray)
+        if not is_sequence:
+            raise InvalidArgumentError(
+                f"a source is a {type(source).__name__}; allowed: str or token ids"
+            )
+        if not len(source):
+            return []  # refused with those texts that have no subwords
+        ids: list[int] = self._core.token_array(source, "the source's tokens").tolist()
+        return ids
 
     def search(self, params: Params | None, fields: dict[str, object]) -> Params:
         """Parameters checked and resolved; ``fields`` are those of BeamParams, by keyword."""
@@ -130,7 +140,7 @@ class TranslationIntake(Intake):
             value = getattr(params, name)
             if value is not None:
                 raise InvalidArgumentError(f"{name} is {value!r}; allowed for a translation: None")
-        rows = self._translator.limits.logits_rows
+        rows = self._translator.max_sweep_seqs
         if params.n > rows:
             raise InvalidArgumentError(f"n is {params.n}; allowed for a translation: 1 … {rows}")
         return self.params(params)

@@ -78,7 +78,7 @@ class TranslationLoop:
         self.last_step_s = 0.0
         self.last_step_end_s = 0.0  # of the process's clock
         self.recorder = Recorder()
-        self._max_rows = core.limits.logits_rows
+        self._max_rows = core.max_sweep_seqs
         self._max_requests = min(options.max_running, core.limits.max_seqs)
         self._encode_tokens = options.chunk_tokens * options.max_prefills
         self._aging_s = options.aging_s
@@ -147,8 +147,9 @@ class TranslationLoop:
         started = time.perf_counter()
         if not self.has_unfinished:
             return False
-        self._admit()
-        self._make_room()
+        with interrupts_deferred():  # blocks that nobody knows of would never come back
+            self._admit()
+            self._make_room()
         if self._running:
             self._sweep()
         self.num_steps += 1

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,6 +94,18 @@ def test_files(translate: Command, engine: Engine, tmp_path: Path) -> None:
     done = translate("-i", str(first), "-i", str(second), "-o", str(out))
     assert done == Outcome(0, "", "")
     assert out.read_text().splitlines() == expected(engine, [*LINES, second.read_text()])
+
+
+def test_a_pipe_is_read_once(translate: Command, engine: Engine, tmp_path: Path) -> None:
+    """Nobody counts the lines of what can be read only once."""
+    pipe, out = tmp_path / "pipe", tmp_path / "out"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("\n".join(LINES),))
+    writer.start()
+    done = translate("-i", str(pipe), "-o", str(out))
+    writer.join()
+    assert done == Outcome(0, "", "")
+    assert out.read_text().splitlines() == expected(engine, LINES)
 
 
 def test_more_lines_than_are_in_flight(

@@ -236,12 +236,16 @@ def test_close_ends_what_runs(reference: ReferenceTranslator) -> None:
         ({"num_beams": 17}, "num_beams is 17; allowed: 1 … 16"),
         ({"num_beams": 2, "num_return": 3}, "num_return is 3; allowed: 1 … num_beams"),
         ({"early_stopping": "soon"}, "early_stopping is 'soon'; allowed: True, False, 'never'"),
-        ({"length_penalty": float("nan")}, "length_penalty is nan; allowed: a finite number"),
+        ({"length_penalty": float("nan")}, "length_penalty is nan; allowed: a number, -5 … 5"),
+        ({"length_penalty": 400.0}, "length_penalty is 400.0; allowed: a number, -5 … 5"),
+        ({"early_stopping": 1}, "early_stopping is 1; allowed: True, False, 'never'"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"no_repeat_ngram": -1}, "no_repeat_ngram is -1"),
         ({"target": SOURCE}, f"source and target language are both {SOURCE}"),
         ({"target": 120}, "target language is 120; allowed: a tag's id, 1 … 119"),
         ({"source": 0}, "source language is 0, and this model has no default"),
+        ({"source": 1}, "source language is 1, which is no language's tag"),  # padding
+        ({"target": 2}, "target language is 2, which is no language's tag"),  # start and end
         ({"source": 1.5}, "a language is 1.5; allowed: a code"),
         ({"params": 3}, "params is a int; allowed: BeamParams, SamplingParams or None"),
         ({"params": BeamParams(), "num_beams": 2}, "params and num_beams are given"),
@@ -280,12 +284,66 @@ def test_unknown_fields_are_refused(engine: Engine, field: str, message: str) ->
         ([20] * 127, PromptTooLongError, "has 127 subwords; allowed: up to 126"),
         ("hello", TokenizerError, "has no tokenizer files"),
         (b"hello", InvalidArgumentError, "texts is a bytes"),
+        ([20.5, 21.0], InvalidArgumentError, "have dtype float64; allowed: integers"),
+        ([True, False], InvalidArgumentError, "have dtype bool; allowed: integers"),
+        ([["20"]], InvalidArgumentError, "texts\\[0\\]: the source's tokens have dtype <U2"),
+        ([None], InvalidArgumentError, "have dtype object; allowed: integers"),
+        ([[[20]]], InvalidArgumentError, "has shape \\(1, 1\\); allowed: one or more ids"),
+        ([[20, [21]]], InvalidArgumentError, "tokens are not token ids"),
     ],
 )
 def test_bad_sources(engine: Engine, text: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         engine.translate(text, **LANGUAGES)
     assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize("text", [None, 5, {5: 6}, {5, 6}, iter([5]), ["20"], [[5, 6], [7, 8]]])
+def test_what_is_no_source_is_not_submitted(engine: Engine, text: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="source"):
+        engine.submit_translation(text, **LANGUAGES)
+    assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize("penalty", [-5.0, 0.0, 5.0])
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_the_widest_penalties_give_finite_scores(
+    engine: Engine, reference: ReferenceTranslator, penalty: float, num_beams: int
+) -> None:
+    params = BeamParams(num_beams=num_beams, length_penalty=penalty, early_stopping="never")
+    with np.errstate(all="raise"):
+        translation = engine.translate(reference.text(3), params=params, **LANGUAGES)
+    assert translation.score is not None
+    assert np.isfinite(translation.score)
+
+
+def test_sweeps_keep_to_the_sequences_there_are_rows_for(reference: ReferenceTranslator) -> None:
+    """An engine has more rows of logits than sequences; both bound what is admitted."""
+    with Engine(reference.directory, threads=1, max_running=64, quiet=True) as engine:
+        limits = engine._loaded.core.limits
+        assert limits.logits_rows > limits.max_seqs
+        wide = BeamParams(num_beams=16, max_tokens=3, early_stopping="never")
+        samples = SamplingParams(n=20, temperature=1.0, seed=1, max_tokens=3, ignore_eos=True)
+        texts = [reference.text(4, seed=i) for i in range(8)]
+        params = [samples, wide, wide, wide, samples, wide, wide, samples]
+        want = [
+            essence(engine.translate(text, params=p, **LANGUAGES))
+            for text, p in zip(texts, params, strict=True)
+        ]
+        ids = [
+            engine.submit_translation(text, params=p, **LANGUAGES)
+            for text, p in zip(texts, params, strict=True)
+        ]
+        events = drained(engine)
+        for request_id, one in zip(ids, want, strict=True):
+            completion = events[request_id][-1].completion
+            assert completion is not None
+            assert [(s.token_ids, s.score) for s in completion.samples] == one
+        many = SamplingParams(n=limits.max_seqs + 1)
+        with pytest.raises(InvalidArgumentError, match=f"1 … {limits.max_seqs}"):
+            engine.translate(texts[0], params=many, **LANGUAGES)
+        request = BeamRequest(texts[0], SOURCE, TARGET, -1, 16, 3, 1.0, False)
+        assert len(engine.model.forward.generate_beam_batch([request] * 5)) == 5
 
 
 def test_the_longest_source_and_the_longest_translation(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -107,6 +111,86 @@ def test_an_interrupt_leaves_the_step_untaken(
     assert completion.samples[0].token_ids == want.token_ids
     assert completion.samples[0].score == want.score
     assert [len(output) for output in calls] == [0, 1, 2, 2, 3, 4, 5]
+
+
+def interrupted(call: Callable[[], Any], place: int) -> int:
+    """Call with a SIGINT at the ``place``-th line of the code that holds requests and blocks.
+
+    Returns how many such lines were run.
+    """
+    owners = ("translation_loop", "_decode", "beam_search", "translator_core", "encoded_source")
+    names = (*(f"{name}.py" for name in owners), "room.py")
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        name = frame.f_code.co_filename
+        owned = name.endswith(names) or frame.f_code.co_name in ("take_inbox", "_take_one")
+        if event == "line" and owned:
+            count += 1
+            if count == place:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 15])
+def test_an_interrupt_anywhere_in_a_step_loses_nothing(
+    reference: ReferenceTranslator, num_steps: int
+) -> None:
+    """At admission, where beams fork, and where they copy the blocks that they share."""
+    wishes = [
+        BeamParams(num_beams=4, num_return=4, max_tokens=18, early_stopping="never"),
+        SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=18, ignore_eos=True),
+        BeamParams(num_beams=1, max_tokens=18),
+    ]
+    with Engine(reference.directory, threads=1, quiet=True) as engine:
+
+        def run(place: int) -> tuple[list[Any], int]:
+            for i, params in enumerate(wishes):
+                text = reference.text(5, seed=i)
+                engine.submit_translation(text, params=params, request_id=str(i), **LANGUAGES)
+            events = [event for _ in range(num_steps) for event in engine.step()]
+            count = 0
+            try:
+                count = interrupted(lambda: events.extend(engine.step()), place)
+            except KeyboardInterrupt:
+                events += engine.step()
+            while engine.has_unfinished():
+                events += engine.step()
+            ended = {e.request_id: e.completion for e in events if e.completion is not None}
+            results = []
+            for i in range(len(wishes)):
+                completion = ended[str(i)]
+                assert completion is not None
+                results.append([(s.token_ids, s.score) for s in completion.samples])
+            assert engine.metrics().kv_blocks_used == 0
+            return results, count
+
+        want, count = run(0)
+        for place in range(1, count, max(1, count // 60)):
+            assert run(place)[0] == want
+
+
+def test_an_interrupt_anywhere_in_a_search_by_hand_leaks_nothing(
+    engine: Engine, reference: ReferenceTranslator
+) -> None:
+    request = BeamRequest(reference.text(5), SOURCE, TARGET, -1, 3, 3, 1.0, "never")
+
+    def search() -> None:
+        engine.model.forward.generate_beam_batch([request, request])
+
+    count = interrupted(search, 0)
+    for place in range(1, count, count // 60):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(search, place)
+        assert engine.metrics().kv_blocks_used == 0
 
 
 def test_sequences_by_hand_may_hold_the_pool(reference: ReferenceTranslator) -> None:

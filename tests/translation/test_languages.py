@@ -324,6 +324,7 @@ def test_a_flag_that_is_none(folder: ReferenceNllb, tmp_path: Path) -> None:
         (["a", ""], {}, InvalidArgumentError, "the source is empty"),
         ("x " * 200, {}, PromptTooLongError, "subwords; allowed: up to 126"),
         ("a", {"target": "eng_Latn"}, InvalidArgumentError, "are both 704; allowed: two"),
+        ("a", {"source": 20}, InvalidArgumentError, "language is 20, which is no language's tag"),
         ("a", {"num_beams": 17}, InvalidArgumentError, "num_beams is 17"),
         ("a", {"top_p": 0.5}, InvalidArgumentError, "top_p has no meaning in a beam search"),
         ("\ud800", {}, TokenizerError, "cannot be encoded"),

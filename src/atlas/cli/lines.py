@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 from collections import deque
@@ -64,8 +65,8 @@ def input_is_ready(paths: Sequence[str]) -> bool:
 
 
 def count_lines(paths: Sequence[str]) -> int | None:
-    """Lines of all files; None with standard input, whose end nobody knows."""
-    if STANDARD in paths:
+    """Lines of all files; None with standard input or a pipe, which can be read only once."""
+    if not all(path != STANDARD and os.path.isfile(path) for path in paths):
         return None
     total = 0
     for path in paths:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atlas.errors import InvalidArgumentError, KvExhausted
+from atlas.interrupts import interrupts_deferred
 from atlas.model.beam_search import BeamSearch, Continuation
 from atlas.model.records import MAX_BEAMS, BeamHypothesis, BeamRequest
 from atlas.model.source_decode import SourceDecode, commit, sweep
@@ -88,17 +89,20 @@ def beam_search(
     active: dict[int, BeamDecode] = {}
     try:
         while waiting or active:
-            _admit(core, requests, prepared, waiting, active)
+            with interrupts_deferred():  # what is encoded is in ``active``, or was given back
+                _admit(core, requests, prepared, waiting, active)
             decodes = list(active.values())
             windows = [window for decode in decodes for window in decode.windows()]
             sweep(core, windows)
-            commit(core, windows)
-            for decode, (ids, log_probs) in zip(decodes, candidates(core, decodes), strict=True):
-                decode.advance(ids, log_probs)
-            for i, decode in list(active.items()):
-                if decode.search.done:
-                    results[i] = decode.search.best(requests[i].num_return)
-                    active.pop(i).release()
+            found = candidates(core, decodes)
+            with interrupts_deferred():
+                commit(core, windows)
+                for decode, (ids, log_probs) in zip(decodes, found, strict=True):
+                    decode.advance(ids, log_probs)
+                for i, decode in list(active.items()):
+                    if decode.search.done:
+                        results[i] = decode.search.best(requests[i].num_return)
+                        active.pop(i).release()
     finally:
         for decode in active.values():
             decode.release()
@@ -113,7 +117,7 @@ def _admit(
     active: dict[int, BeamDecode],
 ) -> None:
     """Encode what fits beside the active searches, each counted with all it may come to need."""
-    rows = core.limits.logits_rows - sum(decode.search.num_beams for decode in active.values())
+    rows = core.max_sweep_seqs - sum(decode.search.num_beams for decode in active.values())
     blocks = core.blocks.num_free - sum(
         _most_blocks(core, requests[i], prepared[i]) - decode.num_blocks
         for i, decode in active.items()
@@ -147,7 +151,7 @@ def _prepare(core: TranslatorCore, request: BeamRequest) -> tuple[Ints, Ints]:
         raise InvalidArgumentError(
             f"adapter_slot is {request.adapter_slot}; allowed: -1, this model has no adapters"
         )
-    if request.num_beams > min(MAX_BEAMS, core.limits.logits_rows):
+    if request.num_beams > min(MAX_BEAMS, core.max_sweep_seqs):
         raise InvalidArgumentError(f"num_beams is {request.num_beams}; allowed: 1 … {MAX_BEAMS}")
     source, target = core.languages(request.src_lang_id, request.tgt_lang_id)
     core.require_length(2 + request.max_new - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NewType, TypeAlias
@@ -24,6 +24,10 @@ EarlyStopping: TypeAlias = bool | Literal["never"]
 
 MAX_BEAMS: Final = 16
 """Beams of a search at most."""
+
+MAX_LENGTH_PENALTY: Final = 5.0
+"""Its magnitude at most: the power of the longest length there may be, 2²⁰, and a score over its
+reciprocal are finite in float32."""
 
 LogitsMode: TypeAlias = Literal["last", "all", "none"]
 """Which rows of a forward get logits: the last position, every position, or no row."""
@@ -236,7 +240,7 @@ class BeamRequest:
     num_beams, max_new
         Beam width and the most tokens a hypothesis may have; at least 1 each.
     length_penalty
-        A hypothesis is scored by its log-probability / length ** length_penalty.
+        A hypothesis is scored by its log-probability / length ** length_penalty; −5 … 5.
     early_stopping
         A search with ``num_beams`` ended hypotheses stops at once (True), when its best running
         one, ended now, would not beat the worst of them (False), or when it could not at any
@@ -267,8 +271,8 @@ class BeamRequest:
         _at_least("num_beams", self.num_beams, 1)
         _at_least("max_new", self.max_new, 1)
         _at_least("no_repeat_ngram", self.no_repeat_ngram, 0)
-        if not math.isfinite(self.length_penalty):
-            raise InvalidArgumentError(f"length_penalty is {self.length_penalty}; must be finite")
+        require_length_penalty(self.length_penalty)
+        require_early_stopping(self.early_stopping)
         if not 1 <= self.num_return <= self.num_beams:
             raise InvalidArgumentError(
                 f"num_return is {self.num_return}; allowed: 1 … num_beams ({self.num_beams})"
@@ -285,6 +289,22 @@ class BeamHypothesis:
 
     token_ids: tuple[int, ...]
     score: float
+
+
+def require_length_penalty(value: Any) -> None:
+    """Raise for what is no number, or whose powers of a length float32 cannot hold."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not -MAX_LENGTH_PENALTY <= value <= MAX_LENGTH_PENALTY:
+        raise InvalidArgumentError(
+            f"length_penalty is {value!r}; allowed: a number, "
+            f"{-MAX_LENGTH_PENALTY:g} … {MAX_LENGTH_PENALTY:g}"
+        )
+
+
+def require_early_stopping(value: Any) -> None:
+    """Raise for what is none of the three, though it may equal one: 1, or NumPy's True."""
+    if not isinstance(value, bool) and not (isinstance(value, str) and value == "never"):
+        raise InvalidArgumentError(f"early_stopping is {value!r}; allowed: True, False, 'never'")
 
 
 def _at_least(name: str, value: int, minimum: int) -> None:

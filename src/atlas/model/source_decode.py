@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from atlas.interrupts import interrupts_deferred
 from atlas.model.batch import Window, build
 
 if TYPE_CHECKING:
@@ -86,8 +87,9 @@ def sweep(core: TranslatorCore, windows: Sequence[Window]) -> None:
     Nothing advances before :func:`commit`. Blocks that were reserved when the pool ran out, or the
     sweep failed, stay with their sequences.
     """
-    for window in windows:
-        core.reserve(window.seq, window.seq.seq_len + len(window.token_ids))
+    with interrupts_deferred():
+        for window in windows:
+            core.reserve(window.seq, window.seq.seq_len + len(window.token_ids))
     core.run(build(windows))
 
 

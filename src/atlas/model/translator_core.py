@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from atlas._native.sequence import Sequence as NativeSequence
 from atlas.errors import InvalidArgumentError, PromptTooLongError
+from atlas.interrupts import interrupts_deferred
 from atlas.layers.encoder_decoder import EncoderDecoder
 from atlas.layers.translation_step import DecodeShape, EncodeShape, TranslationBuffers
 from atlas.model.batch import Window, build
@@ -37,6 +38,9 @@ class TranslatorCore(ModelCore):
     ----------
     default_languages : (int, int), optional
         Ids of the source's and the target's tag where a request says 0.
+    language_ids : frozenset of int, optional
+        The tags' ids; None where nothing says which they are, and any id but the model's start,
+        end and padding tokens may be one.
     tag_last : bool
         A source's tag stands behind its end token; else before its subwords.
     """
@@ -57,6 +61,7 @@ class TranslatorCore(ModelCore):
         super().__init__(config, network, runtime, pools, buffers, limits)  # type: ignore[arg-type]
         self.max_source_len = max_source_len
         self.default_languages: tuple[int, int] | None = None
+        self.language_ids: frozenset[int] | None = None
         self.tag_last = False
 
     @property
@@ -64,6 +69,18 @@ class TranslatorCore(ModelCore):
         """Sizes of the encoder, and the tokens a translation begins with."""
         assert self.config.encoder is not None
         return self.config.encoder
+
+    @property
+    def max_sweep_seqs(self) -> int:
+        """Beams and samples of one sweep at most: each is a sequence with a row of logits."""
+        return min(self.limits.max_seqs, self.limits.logits_rows)
+
+    @property
+    def reserved_ids(self) -> frozenset[int]:
+        """Start, end and padding tokens, which are no language's tag."""
+        encoder = self.encoder_config
+        ends = self.config.eos_token_ids
+        return frozenset((encoder.padding_token_id, encoder.start_token_id, *ends))
 
     # -- arguments ----------------------------------------------------------------------------
 
@@ -80,6 +97,12 @@ class TranslatorCore(ModelCore):
                 raise InvalidArgumentError(
                     f"the {what} language is {chosen}; allowed: a tag's id, "
                     f"1 … {self.config.vocab_size - 1}"
+                )
+            known = self.language_ids
+            if chosen in self.reserved_ids or (known is not None and chosen not in known):
+                raise InvalidArgumentError(
+                    f"the {what} language is {chosen}, which is no language's tag; "
+                    "allowed: a tag's id"
                 )
             ids.append(chosen)
         if ids[0] == ids[1]:
@@ -130,8 +153,9 @@ class TranslatorCore(ModelCore):
         encoded: list[EncodedSource] = []
         size = self.pools.block_size
         try:
-            for ids in sources:
-                encoded.append(EncodedSource(self.blocks, size, ids))
+            with interrupts_deferred():
+                for ids in sources:
+                    encoded.append(EncodedSource(self.blocks, size, ids))
             for group in self._sweeps(encoded):
                 self._encode(group)
         except BaseException:
