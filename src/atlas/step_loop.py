@@ -6,7 +6,8 @@ Up to ``depth`` steps are launched before the oldest is settled: with two, the d
 while the host gives out the tokens of step t − 1 and plans step t + 1. A row of that step may take
 its token from step t where the host has not seen it.
 
-Not thread-safe: the engine holds its lock around every call.
+Not thread-safe: the engine holds its lock around every call. Long because whatever can break a step
+off (an interrupt, a kernel, a callback) is dealt with beside the line that it breaks.
 """
 
 from __future__ import annotations
