@@ -166,9 +166,9 @@ class MmaTile:
 
 # Found by timing whole sweeps of an 8B model's weights on an H200: see benchmarks/NOTES.md. narrow
 # has one thread block an SM, and most of its half of K in flight; wide and gated two or three.
-# short is narrow with fewer stages: a thread block of attention_step fits beside it on an SM. early1,
-# 3 and 6 are narrow with so many stages asked for before the wait; they are on trial, and only
-# benchmarks/gpu_step_parts.py runs them.
+# short is narrow with fewer stages: a thread block of attention_step fits beside it on an SM.
+# early1, early3 and early6 are narrow with so many stages asked for before the wait; they are on
+# trial, and only benchmarks/gpu_step_parts.py runs them.
 TILES: dict[str, StepTile] = {
     f"{form}_{rows}": StepTile(
         rows,
