@@ -24,12 +24,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from atlas_kernels import build  # noqa: E402
 from atlas_kernels.gemm_step_plan import (  # noqa: E402
+    COLUMNS,
     LINE_BYTES,
     MMA_TILES,
+    NUM_SMS,
     QUANT_TILES,
     RUNGS,
     TILES,
-    form,
+    mma_form,
     rung,
     variant,
 )
@@ -71,7 +73,7 @@ class StepGemm:
         (n, k), m = weight.shape, x.shape[0]
         key = name or variant(n, m, gated=gated)
         tile = TILES[key]
-        args: list[Any] = [self.map(weight, tile.box_rows), self.map(x, tile.rows)]
+        args: list[Any] = [self.map(weight, tile.weight_box), self.map(x, tile.rows)]
         args += [0 if t is None else t.data_ptr() for t in (bias, residual)]
         args += [out.data_ptr(), n, k, m]
         args += [0 if residual is None else residual.stride(0) * 2]
@@ -150,12 +152,11 @@ class Checks:
             self.that(error < 3e-3, f"silu · mul, {m} rows: error {error:.1e}")
 
     def run(self) -> None:
-        self.rows(6144, DIM, "medium")
-        self.rows(DIM, DIM, "narrow")
-        self.rows(8192 + 64, DIM, "wide")
-        self.rows(DIM, FEED_FORWARD, "narrow")
-        for name in ("narrow", "wide"):  # odd sizes: ragged last tiles, K no multiple of a stage
-            self.rows(836, 584, name)
+        for columns in COLUMNS:
+            self.rows(NUM_SMS * columns - 8, DIM // 2, f"c{columns}")
+            self.rows(836, 584, f"c{columns}")  # ragged last tiles, K no multiple of a stage
+        self.rows(DIM, FEED_FORWARD, "c32")
+        self.rows(836, 584, "wide")
         self.epilogues(3104, 1160)
 
 
@@ -230,7 +231,7 @@ class PlainSweep:
     def step(self, weight: Tensor, n: int, k: int, m: int) -> None:
         """One product."""
         gated, prefix = (n, k) == GATED, "mma_bf16" if self.type == "bf16" else self.type
-        family = form(n, gated=gated).replace("medium", "narrow")
+        family = mma_form(n, gated=gated)
         size = rung(m) if self.type == "bf16" else next(r for r in (8, 32, 128) if m <= r)
         tile = MMA_TILES[f"{family}_{size}"]
         width, x = n // 2 if gated else n, self.sweep.inputs[k]

@@ -1,11 +1,10 @@
 """Where a decode step's time goes: the step's graph, and the same graph without some kernels.
 
-    python benchmarks/gpu_step_parts.py qwen3-8b [--batches 1 8] [--short-k 4096 0]
+    python benchmarks/gpu_step_parts.py qwen3-8b [--batches 1 8]
 
 The launches of one decode step are recorded as the engine records them; graphs of subsets of them
 are replayed back to back. What a kind of kernel costs in the step is the difference to the whole,
-which is less than its time alone where the next kernel's weights are on their way meanwhile. For
-each of ``--output-tiles`` the step is recorded anew with that ``gemm_step_plan.OUTPUT_FORM``.
+which is less than its time alone where the next kernel's weights are on their way meanwhile.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
-
-from atlas_kernels import gemm_step_plan  # noqa: E402
 
 from atlas import Engine, SamplingParams  # noqa: E402
 from atlas.backends.cuda.graph import CapturedGraph  # noqa: E402
@@ -59,23 +56,16 @@ def microseconds(runtime: Any, recording: Recording, count: int = 30) -> float:
     return statistics.median(times[1:])
 
 
-def report(engine: Engine, batch: int, forms: list[str]) -> None:
-    """Run a batch, so that tables and lengths are real, then take its step apart."""
+def take_apart(engine: Engine, batch: int) -> None:
+    """Run a batch, so that tables and lengths are real; then time graphs of its step's parts."""
     prompt = list(range(20, 148))
     engine.generate([prompt] * batch, SamplingParams(max_tokens=8, ignore_eos=True))
     core: Any = engine._loaded.core
-    for form in forms:
-        gemm_step_plan.OUTPUT_FORM = form
-        take_apart(core, batch, f"batch {batch}, output tiles {form}")
-
-
-def take_apart(core: Any, batch: int, label: str) -> None:
-    """Record the step of a batch that just ran, and time graphs of its parts."""
     runtime = core.runtime
     shape = runtime.padded(StepShape.decode(batch))
     whole = runtime._record(core.network, core.buffers, shape)
     kinds = [kind_of(launch) for launch in whole.launches]
-    print(f"{label}: {dict(Counter(kinds))}")
+    print(f"batch {batch}: {dict(Counter(kinds))}")
 
     def kept(keep: Callable[[str], bool]) -> float:
         launches = [item for item, kind in zip(whole.launches, kinds, strict=True) if keep(kind)]
@@ -100,7 +90,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shapes", nargs="+", choices=sorted(SHAPES))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--output-tiles", nargs="+", default=[gemm_step_plan.OUTPUT_FORM])
     args = parser.parse_args()
     print(ceilings())
     for name in args.shapes:
@@ -110,7 +99,7 @@ def main() -> None:
             checkpoint, "cuda", max_running=max(args.batches), kv_tokens=65536, max_seq_len=1024
         ) as engine:
             for batch in args.batches:
-                report(engine, batch, args.output_tiles)
+                take_apart(engine, batch)
 
 
 if __name__ == "__main__":

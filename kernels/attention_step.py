@@ -19,7 +19,6 @@ from atlas_kernels._cuda import device, i32, i64
 from atlas_kernels.attention_decode import VARIANTS
 from atlas_kernels.attention_decode_body import (
     THREADS,
-    WARPS,
     attention_body,
     key_pitch,
     queries_at,
@@ -40,7 +39,14 @@ from atlas_kernels.ptx_memory import (
     store_shared_b32,
     store_shared_b32x4,
 )
-from atlas_kernels.ptx_warp import lane_id, sync_threads, sync_warp, thread_x
+from atlas_kernels.ptx_warp import (
+    lane_id,
+    lanes,
+    num_threads_x,
+    sync_threads,
+    sync_warp,
+    thread_x,
+)
 from atlas_kernels.registry import kernel
 from atlas_kernels.rope import WIDTH, rotate_head, rotate_normed_head
 from atlas_kernels.vector import access
@@ -78,8 +84,10 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
     @device
     def touch(base, source, num_bytes):
         """Into L1, by the sector; the copies that this takes land where sums will, and are lost."""
-        for at in range(thread_x() * 32, num_bytes, THREADS * 32):
+        at, end = i32(thread_x() * 32), i32(num_bytes)
+        while at < end:
             copy4_or_zero(base + sink_at + thread_x() * 4, source + at, i32(4))
+            at = i32(at + num_threads_x() * 32)
 
     @device
     def warm(base, fresh, first_row, position, count):
@@ -91,34 +99,38 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
 
     @device
     def copy(base, fresh, first_row, head, count):
-        for chunk in range(thread_x(), count * chunks, THREADS):
+        chunk, end = thread_x(), i32(count * chunks)
+        while chunk < end:
             row = quotient(chunk, chunks)
             column = i64(head) * (2 * dim) + (chunk - row * chunks) * 16
             k = fresh[0] + i64(first_row + row) * fresh[7] + column
             v = fresh[1] + i64(first_row + row) * fresh[8] + column
             copy16_or_zero(base + keys_at + (chunk + row) * 16, k, i32(16))
             copy16_or_zero(base + values_at + chunk * 16, v, i32(16))
+            chunk = i32(chunk + num_threads_x())
 
     @device
     def turn(base, fresh, warp, position, begin, rows, group, count):
-        half = fresh[6]
-        for item in range(warp, rows + count, WARPS):
-            if item < rows:
-                at, token, weight = base + q_at + item * pitch, quotient(begin + item, group), 2
-            else:
-                at, token, weight = base + keys_at + (item - rows) * pitch, item - rows, 3
-            norm = fresh[2] if weight == 2 else fresh[3]
+        half, item, end = fresh[6], i32(warp), i32(rows + count)
+        while item < end:
+            at, token = i32(base + q_at + item * pitch), quotient(i32(begin + item), group)
+            norm = fresh[2]
+            if item >= rows:
+                at, token = i32(base + keys_at + (item - rows) * pitch), i32(item - rows)
+                norm = fresh[3]
             angles = fresh[4] + i64(position + token) * half * 8
             if norm != 0:
                 rotate_normed(at, at, norm, angles, half, dim, fresh[9])
             else:
                 rotate(at, at, angles, half, 2 * half)
+            item = i32(item + (num_threads_x() >> 5))
         sync_threads()
 
     @device
     def store(base, fresh, first_row, position, head, kv_heads, begin, end, split, pools):
         if (split + 1) * SPLIT > position:
-            for chunk in range(begin * chunks + thread_x(), end * chunks, THREADS):
+            chunk, stop = i32(begin * chunks + thread_x()), i32(end * chunks)
+            while chunk < stop:
                 row = quotient(chunk, chunks)
                 if (position + row) // SPLIT == split:
                     slot = load_b32(fresh[5] + i64(first_row + row) * 4)
@@ -129,6 +141,7 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
                         value = load_shared_b32x4(base + values_at + chunk * 16)
                         store_b32x4(pools[0] + offset, key)
                         store_b32x4(pools[1] + offset, value)
+                chunk = i32(chunk + num_threads_x())
 
     @device
     def patch(base, at, block, position, count, which):
@@ -136,14 +149,16 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
             source, source_pitch = base + keys_at, i32(pitch)
             if which:
                 source, source_pitch = base + values_at, i32(2 * dim)
-            for chunk in range(lane_id(), BLOCK_LEN * chunks, 32):
+            chunk = lane_id()
+            while chunk < BLOCK_LEN * chunks:
                 row = quotient(chunk, chunks)
-                own = block * BLOCK_LEN + row - position
+                own = i32(block * BLOCK_LEN + row - position)
                 if own >= 0 and own < count:
                     words = load_shared_b32x4(
-                        source + own * source_pitch + (chunk - row * chunks) * 16
+                        i32(source + own * source_pitch + (chunk - row * chunks) * 16)
                     )
-                    store_shared_b32x4(at + (chunk + row) * 16, words)
+                    store_shared_b32x4(i32(at + (chunk + row) * 16), words)
+                chunk = i32(chunk + lanes())
             sync_warp()
 
     return FreshRows(first, warm, copy, turn, store, patch)

@@ -1,13 +1,15 @@
 """Step GEMM of sm_90a: y = x · Wᵀ for 1 to 128 rows, at the speed of reading W.
 
 W ([n, k], as a checkpoint has it) and x come by TMA into a ring of shared memory, asked for by one
-thread; a warp group multiplies 64 rows of W (the M of ``wgmma``) by all rows of x (its N), so few
-rows waste no tensor time. Weights are asked for before the wait for the previous kernel. Rows past
-``m`` read as zeros and are not written. With two ranges of K a cluster of two thread blocks shares
-a tile: the sums meet in shared memory, and each block writes half of the rows.
+thread; a warp group multiplies up to 64 rows of W (the M of ``wgmma``) by all rows of x (its N), so
+few rows waste no tensor time. Weights are asked for before the wait for the previous kernel. Rows
+past ``m`` read as zeros and are not written.
 
-The order of summation is that of ``gemm_step_plan``: an output depends on its row of x, its row of
-W and the matrix, and on neither ``m`` nor the tile.
+Many rows are bound by what each SM takes in, not by the weights. There a cluster of two thread
+blocks has the same columns and half of the rows each; of the weights, each loads half for both.
+
+An output is one float32 accumulator over k16 steps, ascending: it depends on its row of x and its
+row of W, and on neither ``m`` nor the tile.
 """
 
 from __future__ import annotations
@@ -15,21 +17,23 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, i32, i64
-from atlas_kernels.gemm_step_epilogue import add4, finish, finish_gated
-from atlas_kernels.gemm_step_plan import BOX_K, RANGE_STEP, TILES, StepTile
+from atlas_kernels.gemm_step_epilogue import finish, finish_gated
+from atlas_kernels.gemm_step_plan import BOX_K, TILES, StepTile
 from atlas_kernels.ptx_async import (
     EVICT_FIRST,
     EVICT_LAST,
     barrier_arrive,
+    barrier_arrive_cluster,
     barrier_expect,
     barrier_init,
     barrier_init_fence,
     barrier_wait,
     launch_dependents,
-    load_cluster_f32x4,
     map_rank,
     sync_cluster,
+    tile_bring,
     tile_load,
+    tile_multicast,
     wait_prerequisites,
 )
 from atlas_kernels.ptx_math import quotient, remainder
@@ -46,78 +50,94 @@ from atlas_kernels.ptx_wgmma import (
 )
 from atlas_kernels.registry import kernel
 
-_load_weights = tile_load(2, EVICT_FIRST)
 _load_rows = tile_load(2, EVICT_LAST)
+_bring = tile_bring(2, EVICT_FIRST)
 ARGS = "ptr ptr ptr ptr ptr i32 i32 i32 i64 i64 i32"
 
 
-@device
-def range_of(k, split, k_splits):
-    """First element of a range of K and the one after its last."""
-    steps = quotient(i32(k + (k_splits * RANGE_STEP - 1)), k_splits * RANGE_STEP)
-    first = i32(split * steps * RANGE_STEP)
-    return first, i32(max(first, min(i32(first + steps * RANGE_STEP), k)))
+def _load_weights(sharers: int) -> Any:
+    """Load a part of a box, for every thread block of the cluster."""
+    if sharers == 1:
+        return tile_load(2, EVICT_FIRST)
+    shared, everyone = tile_multicast(2, EVICT_FIRST), (1 << sharers) - 1
+
+    @device
+    def load(target, map, ready, at_k, row):
+        shared(target, map, ready, everyone, at_k, row)
+
+    return load
 
 
 def _ask_weights(tile: StepTile) -> Any:
-    """Ask for a stage of weights: (stage, its barrier, k, column, columns of the output)."""
-    boxes, halves = tile.k_block // BOX_K, 2 if tile.gated else 1
+    """Ask for a stage of weights: this thread block's part of it, if the cluster shares them."""
+    boxes, halves, part = tile.k_block // BOX_K, 2 if tile.gated else 1, tile.weight_box
     box_bytes, stage_bytes = tile.box_rows * BOX_K * 2, tile.stage_bytes
+    load = _load_weights(tile.sharers)
 
     @device
-    def ask_weights(map_w, at, ready, at_k, column, num_columns):
+    def ask_weights(map_w, at, ready, at_k, column0, num_columns, rank):
         barrier_expect(ready, stage_bytes)
         for b in range(boxes):
             for half in range(halves):
-                target = at + (b * halves + half) * box_bytes
-                row = column + half * num_columns
-                _load_weights(target, map_w, ready, at_k + b * BOX_K, row)
+                target = at + (b * halves + half) * box_bytes + rank * (part * BOX_K * 2)
+                row = column0 + half * num_columns + rank * part
+                load(target, map_w, ready, at_k + b * BOX_K, row)
 
     return ask_weights
 
 
 def _begin(tile: StepTile) -> Any:
-    """By one thread: make the barriers, and ask for the first stages of weights."""
-    stages, stage_bytes, k_block = tile.stages, tile.stage_bytes, tile.k_block
-    early = tile.early_stages
-    barriers, consumer_warps = tile.barrier_offset, tile.columns // 16
-    ask_weights = _ask_weights(tile)
+    """By one thread: make the barriers."""
+    stages, barriers = tile.stages, tile.barrier_offset
+    arrivals = tile.sharers * tile.consumers // 32  # who loads for others waits for them
 
     @device
-    def begin(map_w, base, k0, steps, column, num_columns):
+    def begin(base):
         full = i32(base + barriers)
         for i in range(stages):
             barrier_init(full + 8 * i, 1)
-            barrier_init(full + 8 * (stages + i), consumer_warps)
+            barrier_init(full + 8 * (stages + i), arrivals)
         barrier_init_fence()
-        for i in range(min(i32(early), steps)):  # constants: no need to wait
-            at, at_k = base + i * stage_bytes, k0 + i * k_block
-            ask_weights(map_w, at, full + 8 * i, at_k, column, num_columns)
 
     return begin
+
+
+def _prefetch(tile: StepTile) -> Any:
+    """By the same thread: ask for the first stages of weights, which are no other kernel's."""
+    stages, stage_bytes, k_block = tile.stages, tile.stage_bytes, tile.k_block
+    barriers, boxes, ahead = tile.barrier_offset, tile.k_block // BOX_K, tile.stages + tile.ahead
+    ask_weights = _ask_weights(tile)
+
+    @device
+    def prefetch(map_w, base, steps, column0, num_columns, rank):
+        for i in range(min(i32(stages), steps)):
+            at, ready = i32(base + i * stage_bytes), i32(base + barriers + 8 * i)
+            ask_weights(map_w, at, ready, i32(i * k_block), column0, num_columns, rank)
+        for i in range(stages, min(i32(ahead), steps)):
+            for b in range(boxes):
+                _bring(map_w, i32(i * k_block + b * BOX_K), column0)
+
+    return prefetch
 
 
 def _produce(tile: StepTile) -> Any:
     """By the same thread: ask for all rows, and for the other stages of weights."""
     stages, stage_bytes, k_block = tile.stages, tile.stage_bytes, tile.k_block
-    early = tile.early_stages
     barriers, boxes = tile.barrier_offset, tile.k_block // BOX_K
     offset, box_bytes = tile.rows_offset, tile.rows * BOX_K * 2
     ask_weights = _ask_weights(tile)
 
     @device
-    def produce(map_w, map_x, base, k0, steps, column, num_columns):
+    def produce(map_w, map_x, base, steps, column0, num_columns, row0, rank):
         stage, parity = i32(0), i32(1)
         for i in range(steps):
             at, ready = i32(base + stage * stage_bytes), i32(base + barriers + 8 * stage)
-            at_k = i32(k0 + i * k_block)
+            at_k = i32(i * k_block)
             if i >= stages:
                 barrier_wait(ready + 8 * stages, parity)
-            if i >= early:
-                ask_weights(map_w, at, ready, at_k, column, num_columns)
+                ask_weights(map_w, at, ready, at_k, column0, num_columns, rank)
             for b in range(boxes):
-                target = at + offset + b * box_bytes
-                _load_rows(target, map_x, ready, at_k + b * BOX_K, 0)
+                _load_rows(at + offset + b * box_bytes, map_x, ready, at_k + b * BOX_K, row0)
             stage = i32(stage + 1)
             if stage == stages:
                 stage, parity = i32(0), i32(parity ^ 1)
@@ -125,21 +145,42 @@ def _produce(tile: StepTile) -> Any:
     return produce
 
 
+def _give_back(sharers: int) -> Any:
+    """A warp is done with a stage: tell every thread block that loads into it."""
+    if sharers == 1:
+
+        @device
+        def give_back(empty, lane):
+            if lane == 0:
+                barrier_arrive(empty)
+
+        return give_back
+
+    @device
+    def give_back(empty, lane):
+        if lane < sharers:
+            barrier_arrive_cluster(map_rank(empty, lane))
+
+    return give_back
+
+
 def _consume(tile: StepTile) -> Any:
-    """By a warp group: its 64 columns' sums over the range, left in shared memory as float32."""
+    """By a warp group: its columns' sums, left in shared memory as float32.
+
+    A stage is given back once the next one's products are under way: waiting for the products of
+    each stage would take longer than they do.
+    """
     rows, stages, stage_bytes, pitch = tile.rows, tile.stages, tile.stage_bytes, tile.pitch
-    barriers, offset, consumers = tile.barrier_offset, tile.rows_offset, 2 * tile.columns
+    barriers, offset, consumers = tile.barrier_offset, tile.rows_offset, tile.consumers
     constant = descriptor(1024)
     steps_of = [(j // 4, j % 4 * 32) for j in range(tile.k_block // 16)]
     multiply = wgmma_stage(
         rows,
         tuple(box * tile.columns * 128 + within for box, within in steps_of),
         tuple(box * rows * 128 + within for box, within in steps_of),
-        wait=not tile.overlap,
     )
     zero, settled, store = wgmma_zero(rows), settle(rows), store_accumulators(rows, pitch)
-    # With overlap a stage is given back once the next one's products are under way.
-    overlap = tile.overlap
+    give_back = _give_back(tile.sharers)
 
     @device
     def consume(base, steps, thread):
@@ -152,13 +193,10 @@ def _consume(tile: StepTile) -> Any:
             a = i64(constant) | i64(((at + (thread >> 7) * 8192) & 0x3FFFF) >> 4)
             b = i64(constant) | i64(((at + offset) & 0x3FFFF) >> 4)
             total = multiply(total, a, b)
-            if overlap:
-                wgmma_wait1()
-                if thread & 31 == 0 and i > 0:
-                    barrier_arrive(full + 8 * (stages + previous))
-                previous = stage
-            elif thread & 31 == 0:
-                barrier_arrive(full + 8 * (stages + stage))
+            wgmma_wait1()
+            if i > 0:
+                give_back(i32(full + 8 * (stages + previous)), thread & 31)
+            previous = stage
             stage = i32(stage + 1)
             if stage == stages:
                 stage, parity = i32(0), i32(parity ^ 1)
@@ -171,45 +209,29 @@ def _consume(tile: StepTile) -> Any:
     return consume
 
 
-def _sum_of_ranges(k_splits: int) -> Any:
-    """Load four sums of the tile; those of several ranges, added in ascending order."""
-    if k_splits == 1:
-        return load_shared_f32x4
-
-    @device
-    def load(address):
-        total = load_cluster_f32x4(map_rank(address, 0))
-        for rank in range(1, k_splits):
-            total = add4(total, load_cluster_f32x4(map_rank(address, rank)))
-        return total
-
-    return load
-
-
 def _write(tile: StepTile) -> Any:
-    """By all threads: the tile's rows from shared memory, each block of the cluster its part."""
-    rows_each, quads = tile.rows // tile.k_splits, tile.box_rows // 4
-    pitch, gated, threads, half_bytes = tile.pitch, tile.gated, tile.threads, tile.box_rows * 4
-    sums = _sum_of_ranges(tile.k_splits)
+    """By all threads: the tile's rows from shared memory."""
+    rows, quads, pitch, gated = tile.rows, tile.box_rows // 4, tile.pitch, tile.gated
+    threads, half_bytes = tile.threads, tile.box_rows * 4
 
     @device
     def write(
-        base, split, column0, num_columns, m, bias, residual, out, residual_stride, out_stride,
+        base, column0, row0, num_columns, m, bias, residual, out, residual_stride, out_stride,
         option,
     ):  # fmt: skip
-        first = i32(split * rows_each)
-        count = i32(min(i32(rows_each), i32(m - first)) * quads)
+        count = i32(min(i32(rows), i32(m - row0)) * quads)
         for e in range(thread_x(), count, threads):
-            row, at = i32(first + quotient(i32(e), quads)), i32(remainder(i32(e), quads) * 4)
-            column, source = i32(column0 + at), i32(base + row * pitch + at * 4)
+            own, at = quotient(i32(e), quads), i32(remainder(i32(e), quads) * 4)
+            row, column = i32(row0 + own), i32(column0 + at)
+            source = i32(base + own * pitch + at * 4)
             if column < num_columns:
+                sums = load_shared_f32x4(source)
                 if gated:
-                    gate, up = sums(source), sums(i32(source + half_bytes))
-                    finish_gated(gate, up, row, column, num_columns, bias, out, out_stride, option)
+                    up = load_shared_f32x4(i32(source + half_bytes))
+                    finish_gated(sums, up, row, column, num_columns, bias, out, out_stride, option)
                 else:
-                    total = sums(source)
                     finish(
-                        total, row, column, bias, residual, out, residual_stride, out_stride,
+                        sums, row, column, bias, residual, out, residual_stride, out_stride,
                         option,
                     )  # fmt: skip
 
@@ -221,50 +243,46 @@ def _write(tile: StepTile) -> Any:
     args=ARGS,
     threads=lambda tile: tile.threads,
     shared=lambda tile: tile.shared_bytes,
-    cluster=lambda tile: tile.k_splits,
+    cluster=lambda tile: tile.sharers,
     arch="sm_90a",
     variants={f"bf16_{name}": (tile,) for name, tile in TILES.items()},
 )
 def make_gemm_step(tile: StepTile) -> Any:
     """out [m, n] = x [m, k] · Wᵀ + bias + residual, or gated [m, n / 2]; grid (tile.grid(n)).
 
-    Arguments: the tensor maps of W (boxes of 64 × ``box_rows``) and of x (64 × ``rows``), both
+    Arguments: the tensor maps of W (boxes of 64 × ``weight_box``) and of x (64 × ``rows``), both
     bf16 with the 128-byte swizzle; bias (float32) and residual (bf16) or 0; out, bf16, or float32
     where ``option`` is 1 (gated: bf16, no residual, and ``option`` chooses gelu with tanh); n, k,
     m; strides in bytes.
     """
-    splits, box_rows, k_block, consumers = (
-        tile.k_splits,
-        tile.box_rows,
-        tile.k_block,
-        2 * tile.columns,
-    )
-    halves = 2 if tile.gated else 1
-    begin, produce, consume, write = _begin(tile), _produce(tile), _consume(tile), _write(tile)
-    sync_blocks = sync_threads if splits == 1 else sync_cluster
+    k_block, consumers, halves = tile.k_block, tile.consumers, 2 if tile.gated else 1
+    rows, box_rows, sharers = tile.rows, tile.box_rows, tile.sharers
+    begin, prefetch, produce = _begin(tile), _prefetch(tile), _produce(tile)
+    consume, write = _consume(tile), _write(tile)
+    sync_blocks = sync_threads if sharers == 1 else sync_cluster
 
     def gemm_step(map_w, map_x, bias, residual, out, n, k, m, residual_stride, out_stride, option):
         launch_dependents()
         base, thread = dynamic_shared(), thread_x()
-        split = remainder(block_x(), splits)
-        column0 = i32(quotient(block_x(), splits) * box_rows)
-        num_columns = quotient(n, halves)
-        k0, k_end = range_of(k, split, splits)
-        steps = quotient(i32(k_end - k0 + (k_block - 1)), k_block)
+        rank = i32(remainder(block_x(), sharers))
+        column0, row0 = i32(quotient(block_x(), sharers) * box_rows), i32(rank * rows)
+        num_columns, steps = quotient(n, halves), quotient(i32(k + (k_block - 1)), k_block)
         if thread == consumers:
-            begin(map_w, base, k0, steps, column0, num_columns)
+            begin(base)
         sync_blocks()  # the barriers are ready, in every thread block of the cluster
+        if thread == consumers:
+            prefetch(map_w, base, steps, column0, num_columns, rank)
         wait_prerequisites()  # x, residual and what out held are other kernels'
         if thread < consumers:
             consume(base, steps, thread)
         elif thread == consumers:
-            produce(map_w, map_x, base, k0, steps, column0, num_columns)
-        sync_blocks()
+            produce(map_w, map_x, base, steps, column0, num_columns, row0, rank)
+        sync_threads()
         write(
-            base, split, column0, num_columns, m, bias, residual, out, residual_stride, out_stride,
+            base, column0, row0, num_columns, m, bias, residual, out, residual_stride, out_stride,
             option,
         )  # fmt: skip
-        if splits > 1:
-            sync_cluster()  # nobody leaves while its memory is read
+        if sharers > 1:
+            sync_cluster()  # nobody leaves while others tell it of stages
 
     return gemm_step

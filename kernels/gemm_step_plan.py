@@ -1,24 +1,20 @@
 """Which step-GEMM kernel a matrix gets for a number of rows; needs no compiler and no GPU.
 
-A weight matrix has *one* order of summation, whatever the rows, tiles and kernels: K is cut into
-``k_splits`` contiguous ranges of ``range_len`` elements; a range is summed in k16 steps, ascending,
-in one float32 accumulator of the tensor core; the ranges' sums are added in ascending order.
+A weight matrix has *one* order of summation, whatever the rows, tiles and kernels: k16 steps,
+ascending, in one float32 accumulator of the tensor core.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 RUNGS = (8, 16, 32, 64, 128)
-"""Rows that a tile has room for: the N of the tensor-core instruction."""
+"""Rows of activations that a kernel has room for."""
 BOX_K = 64
 """Elements of K in a box of the tensor maps: 128 bytes, the width of the swizzle."""
-SHORT_K = 4096
-"""Columns of a matrix whose ``narrow`` tile may be ``short``."""
-OUTPUT_FORM = "short"
-"""The family of tiles that takes their place."""
-RANGE_STEP = 128
-"""A range of K is a multiple of this, so that every tile's ``k_block`` divides it."""
+NUM_SMS = 132
+"""Of the GPU that the tiles are made for, an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,44 +24,47 @@ class StepTile:
     Attributes
     ----------
     rows : int
-        Rows of activations it has room for, of ``RUNGS``.
+        Rows of activations it has room for: the N of the tensor-core instruction.
     columns : int
-        Rows of the weight matrix: a multiple of 64, or of 128 when there are two warp groups.
+        Rows of the weight matrix, a multiple of 8; 64, or what is left, for each warp group.
     k_block, stages : int
         Elements of K in a stage of shared memory (64 or 128), and stages.
-    k_splits : int
-        Ranges of K, each with a thread block of the cluster.
     gated : bool
         The matrix holds gate rows, then as many up rows; the tile takes ``columns / 2`` of each.
-    overlap : bool
-        A stage's products run while the next stage is waited for.
-    early : int
-        Stages of weights asked for before the kernels in front have ended; 0 means all.
+    sharers : int
+        Thread blocks of a cluster. They have the same columns, for ``rows`` rows each.
+    ahead : int
+        Stages of weights beyond the first ``stages`` that are brought into the second-level cache
+        while the kernels before still run.
     """
 
     rows: int
     columns: int
     k_block: int
     stages: int
-    k_splits: int
     gated: bool = False
-    overlap: bool = False
-    early: int = 0
-
-    @property
-    def early_stages(self) -> int:
-        """Stages of weights asked for before the wait."""
-        return self.early or self.stages
+    sharers: int = 1
+    ahead: int = 0
 
     @property
     def box_rows(self) -> int:
-        """Rows of a box of the weights' tensor map; a box of the activations' has ``rows``."""
+        """Columns of the output."""
         return self.columns // 2 if self.gated else self.columns
 
     @property
+    def weight_box(self) -> int:
+        """Rows of a box of the weights' tensor map: a thread block's part of ``box_rows``."""
+        return self.box_rows // self.sharers
+
+    @property
+    def consumers(self) -> int:
+        """Threads that multiply: a warp group for up to 64 columns."""
+        return 128 * -(-self.columns // 64)
+
+    @property
     def threads(self) -> int:
-        """A warp group for 64 columns, and the warp that asks for memory."""
-        return 2 * self.columns + 32
+        """And the warp that asks for memory."""
+        return self.consumers + 32
 
     @property
     def stage_bytes(self) -> int:
@@ -80,7 +79,7 @@ class StepTile:
     @property
     def pitch(self) -> int:
         """Bytes between rows of the float32 tile; 4 floats modulo 32, against bank conflicts."""
-        return (self.columns + 4) * 4
+        return (self.consumers // 2 + 4) * 4
 
     @property
     def barrier_offset(self) -> int:
@@ -89,35 +88,38 @@ class StepTile:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a thread block."""
-        return self.barrier_offset + 16 * self.stages
+        """Dynamic shared memory of a thread block.
+
+        ``wgmma`` reads 64 rows of W where a box may have fewer. What lies behind makes sums that
+        nobody looks at; behind the last stage, too, it must be there.
+        """
+        behind = (self.consumers // 2 - self.columns) * 128 - self.rows * self.k_block * 2
+        return max(self.barrier_offset + 16 * self.stages, self.stages * self.stage_bytes + behind)
 
     def grid(self, n: int) -> int:
         """Thread blocks for a matrix of ``n`` rows."""
-        return -(-(n // 2 if self.gated else n) // self.box_rows) * self.k_splits
+        return -(-(n // 2 if self.gated else n) // self.box_rows) * self.sharers
 
 
 @dataclass(frozen=True, slots=True)
 class MmaTile:
-    """A tile of ``gemm_step_mma``: 16 rows of W in one range of K for each warp.
+    """A tile of ``gemm_step_mma``.
 
     Attributes
     ----------
-    rows, k_splits, gated
+    rows, gated
         As in ``StepTile``.
+    warps : int
+        Each takes 16 rows of the weight matrix.
     line_bytes : int
         Bytes of 64 elements of a row of W: 128 in bf16.
     """
 
     rows: int
-    k_splits: int
+    warps: int
     gated: bool = False
     line_bytes: int = 128
-
-    @property
-    def warps(self) -> int:
-        """Many rows of activations are read for more rows of W at once."""
-        return 8 if self.rows >= 64 else 4
+    k_splits: ClassVar[int] = 1
 
     @property
     def threads(self) -> int:
@@ -127,7 +129,7 @@ class MmaTile:
     @property
     def columns(self) -> int:
         """Rows of the weight matrix."""
-        return 16 * self.warps // self.k_splits
+        return 16 * self.warps
 
     @property
     def box_rows(self) -> int:
@@ -164,78 +166,88 @@ class MmaTile:
         return -(-n // self.columns)
 
 
-# Found by timing whole sweeps of an 8B model's weights on an H200: see benchmarks/NOTES.md. narrow
-# has one thread block an SM, and most of its half of K in flight; wide and gated two or three.
-# short is narrow with fewer stages: a thread block of attention_step fits beside it on an SM.
-# early1, early3 and early6 are narrow with so many stages asked for before the wait; they are on
-# trial, and only benchmarks/gpu_step_parts.py runs them.
+COLUMNS = (16, 32, 48, 64, 96, 128)
+"""Columns of the tiles ``c16`` … ``c128``, one thread block an SM: a matrix gets the first with
+which its tiles fit the SMs of an H200. What has more rows than that, and is not gated, is ``wide``.
+"""
+_BESIDE_ATTENTION = 150 << 10  # of an SM's 227 KB: its thread blocks then find room beside it
+_ALONE = 200 << 10
+_AHEAD = 128 << 10  # of a thread block; times 128 of them it is a third of the second-level cache
+
+
+def _stages(columns: int, rows: int, room: int) -> tuple[int, int]:
+    """``k_block`` and stages: of 128 elements of K, or of 64 where that makes too few."""
+    for k_block in (128, 64):
+        stages = room // ((columns + rows) * k_block * 2)
+        if stages >= 5:
+            break
+    return k_block, stages
+
+
+def _column_tile(columns: int, rows: int) -> StepTile:
+    """A tile of ``c<columns>``. 128 rows are bound by what an SM takes in, the least for tiles as
+    wide as they are high."""
+    if rows < 128:
+        k_block, stages = _stages(columns, rows, _BESIDE_ATTENTION)
+        return StepTile(rows, columns, k_block, stages, ahead=_AHEAD // (columns * k_block * 2))
+    if columns <= 64:
+        return StepTile(64, 2 * columns, *_stages(2 * columns, 64, _ALONE), sharers=2)
+    return StepTile(128, columns, *_stages(columns, 128, _ALONE))
+
+
+# Found by timing whole sweeps of an 8B model's weights on an H200: see benchmarks/NOTES.md. wide
+# and gated have two or three thread blocks an SM.
 TILES: dict[str, StepTile] = {
-    f"{form}_{rows}": StepTile(
-        rows,
-        columns,
-        k_block,
-        stages,
-        k_splits,
-        form == "gated",
-        form == "narrow" and rows >= 64,
-        int(form[5:]) if form.startswith("early") else 0,
+    f"c{columns}_{rows}": _column_tile(columns, rows) for columns in COLUMNS for rows in RUNGS
+}
+TILES |= {
+    f"{form}_{rows}": StepTile(rows, columns, k_block, stages, form == "gated")
+    for form, by_rows in (
+        ("wide", ((128, 64, 4), (64, 64, 7), (64, 128, 4), (128, 128, 4), (128, 64, 7))),
+        ("gated", ((64, 64, 8), (64, 64, 7), (64, 64, 6), (64, 64, 4), (192, 64, 5))),
     )
-    for form, k_splits, by_rows in (
-        ("narrow", 2, ((64, 128, 12), (64, 128, 11), (64, 128, 9), (64, 128, 7), (64, 64, 9))),
-        ("short", 2, ((64, 128, 8), (64, 128, 7), (64, 128, 6))),
-        ("early1", 2, ((64, 128, 12),)),
-        ("early3", 2, ((64, 128, 12),)),
-        ("early6", 2, ((64, 128, 12),)),
-        ("medium", 2, ((64, 128, 6), (64, 64, 11), (128, 64, 11), (128, 64, 9), (128, 64, 7))),
-        ("wide", 1, ((128, 64, 4), (64, 64, 7), (64, 128, 4), (128, 128, 4), (128, 64, 7))),
-        ("gated", 1, ((64, 64, 8), (64, 64, 7), (64, 64, 6), (64, 64, 4), (192, 64, 5))),
-    )
-    for rows, (columns, k_block, stages) in zip(RUNGS, by_rows, strict=False)
+    for rows, (columns, k_block, stages) in zip(RUNGS, by_rows, strict=True)
 }
 """Tiles by variant: ``gemm_step_bf16_<variant>`` is the kernel of one."""
 
-MMA_TILES: dict[str, MmaTile] = {
-    f"{form}_{rows}": MmaTile(rows, k_splits, form == "gated")
-    for form, k_splits in (("narrow", 2), ("wide", 1), ("gated", 1))
-    for rows in RUNGS
-}
-"""Tiles of the ``mma.sync`` form: ``gemm_step_mma_bf16_<variant>``; medium matrices take narrow's.
-"""
 
+def _mma_tiles(rungs: tuple[int, ...], line_bytes: int = 128) -> dict[str, MmaTile]:
+    """Many rows of activations are read for more rows of W at once."""
+    return {
+        f"{form}_{rows}": MmaTile(
+            rows, 2 * warps if rows >= 64 else warps, form == "gated", line_bytes
+        )
+        for form, warps in (("narrow", 2), ("wide", 4), ("gated", 4))
+        for rows in rungs
+    }
+
+
+MMA_TILES = _mma_tiles(RUNGS)
+"""Tiles of the ``mma.sync`` form: ``gemm_step_mma_bf16_<variant>``."""
 LINE_BYTES = {"q8_0": 68, "q4_0": 36, "q4_1": 40}
 """Bytes of 64 elements, two blocks, as GGUF stores them."""
 QUANT_RUNGS = (8, 32, 128)
 QUANT_TILES: dict[str, MmaTile] = {
-    f"{type}_{form}_{rows}": MmaTile(rows, k_splits, form == "gated", line_bytes)
+    f"{type}_{name}": tile
     for type, line_bytes in LINE_BYTES.items()
-    for form, k_splits in (("narrow", 2), ("wide", 1), ("gated", 1))
-    for rows in QUANT_RUNGS
+    for name, tile in _mma_tiles(QUANT_RUNGS, line_bytes).items()
 }
 """Tiles of ``gemm_step_<type>_<variant>``, quantised weights: ``MMA_TILES`` with fewer rungs."""
+RANGE_STEP = 128
 
 
 def form(n: int, *, gated: bool = False) -> str:
-    """The family of tiles of a matrix of ``n`` rows; it alone decides the order of summation.
-
-    Up to 128 tiles of 64 columns leave SMs of a large GPU without work; two thread blocks a tile
-    give each half of K.
-    """
+    """The family of ``TILES`` of a matrix of ``n`` rows."""
     if gated:
         return "gated"
-    if n <= 4224:
-        return "narrow"
-    return "medium" if n <= 8192 else "wide"
+    return next((f"c{columns}" for columns in COLUMNS if n <= NUM_SMS * columns), "wide")
 
 
-def k_splits(n: int, *, gated: bool = False) -> int:
-    """Ranges of K into which the sums of a matrix are cut, at every number of rows."""
-    return TILES[f"{form(n, gated=gated)}_8"].k_splits
-
-
-def range_len(k: int, splits: int) -> int:
-    """Elements of K in a range; the last one has what is left."""
-    per_range = -(-k // splits)
-    return -(-per_range // RANGE_STEP) * RANGE_STEP
+def mma_form(n: int, *, gated: bool = False) -> str:
+    """The family of ``MMA_TILES``."""
+    if gated:
+        return "gated"
+    return "narrow" if n <= NUM_SMS * 64 else "wide"
 
 
 def rung(rows: int) -> int:
@@ -249,13 +261,3 @@ def rung(rows: int) -> int:
 def variant(n: int, rows: int, *, gated: bool = False) -> str:
     """The key of ``TILES`` for ``rows`` rows of activations and a matrix of ``n`` rows."""
     return f"{form(n, gated=gated)}_{rung(rows)}"
-
-
-def shortened(variant: str, k: int) -> str:
-    """``narrow``'s key, or ``short``'s for a matrix of up to ``SHORT_K`` columns: the same sums.
-
-    Such a matrix mostly is attention's output product. Its thread blocks ask for weights while
-    attention still runs, so they must not wait for the SMs that attention is on.
-    """
-    short = variant.replace("narrow", OUTPUT_FORM)
-    return short if k <= SHORT_K and short in TILES else variant

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from atlas_kernels._cuda import device, f32, i64
+from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_math import fast_rsqrt
 from atlas_kernels.ptx_warp import (
@@ -21,6 +21,7 @@ from atlas_kernels.ptx_warp import (
     block_x,
     block_y,
     lane_id,
+    lanes,
     num_threads_x,
     thread_x,
     warp_sum,
@@ -139,8 +140,10 @@ def head_factor(rows: Access) -> Any:
     @device
     def factor(head, dim, eps):
         total = f32(0)
-        for i in range(lane_id() * width, dim, 32 * width):
+        i = i32(lane_id() * width)
+        while i < dim:
             total = add_squares(total, load(head + i * item))
+            i = i32(i + lanes() * width)
         return fast_rsqrt(warp_sum(total) / f32(dim) + eps)
 
     return factor

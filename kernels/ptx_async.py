@@ -100,6 +100,33 @@ def tile_load(dims: int, policy: str | None = None) -> Any:
 
 
 @cache
+def tile_multicast(dims: int, policy: str) -> Any:
+    """(shared, map, barrier, mask, c0, c1, …): ``tile_load`` into several blocks of the cluster.
+
+    The tile lands at the same shared address, and its bytes count at the same barrier, in each
+    thread block whose rank's bit is set in ``mask``.
+    """
+    coordinates = ", ".join(f"${4 + i}" for i in range(dims))
+    copy = f"cp.async.bulk.tensor.{dims}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+    text = (
+        f"{{ .reg .b64 h; .reg .b16 m; mov.b64 h, {policy}; cvt.u16.u32 m, $3;"
+        f" {copy}.multicast::cluster.L2::cache_hint [$0], [$1, {{{coordinates}}}], [$2], m, h; }}"
+    )
+    return instruction("", "r l r r" + " r" * dims, text)
+
+
+@cache
+def tile_bring(dims: int, policy: str) -> Any:
+    """(map, c0, c1, …): start bringing a tile into the second-level cache."""
+    coordinates = ", ".join(f"${1 + i}" for i in range(dims))
+    text = (
+        f"{{ .reg .b64 h; mov.b64 h, {policy}; cp.async.bulk.prefetch.tensor.{dims}d.L2.global.tile"
+        f".L2::cache_hint [$0, {{{coordinates}}}], h; }}"
+    )
+    return instruction("", "l" + " r" * dims, text)
+
+
+@cache
 def tile_store(dims: int) -> Any:
     """(shared, map, c0, c1, …): start storing a tile. A coordinate must not be negative."""
     coordinates = ", ".join(f"${2 + i}" for i in range(dims))

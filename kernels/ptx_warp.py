@@ -27,6 +27,9 @@ num_blocks_x, num_blocks_y = _register("nctaid.x"), _register("nctaid.y")
 """
 lane_id = _register("laneid")
 """0 … 31 within the warp."""
+lanes = instruction("r", "", "mov.u32 $0, WARP_SZ;", ordered=False)
+"""32, unknown to the compiler: a loop with this step is not unrolled, which keeps code short where
+an SM finds none of it in its instruction cache."""
 
 
 def _collective(outs: str, ins: str, text: str) -> Any:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from atlas_kernels._cuda import device, f32, i64
+from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.kv_store import copy_head, pool_offset
 from atlas_kernels.norm import head_factor
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_memory import load_b32
-from atlas_kernels.ptx_warp import block_x, block_y, lane_id, thread_x
+from atlas_kernels.ptx_warp import block_x, block_y, lane_id, lanes, thread_x
 from atlas_kernels.registry import kernel
 from atlas_kernels.vector import Access, access, row_variants
 
@@ -35,14 +35,18 @@ def rotate_head(rows: Access) -> Any:
 
     @device
     def rotate(source, target, angles, half, dim):
-        for i in range(lane_id() * width, half, 32 * width):
+        i = i32(lane_id() * width)
+        while i < half:
             first, second = load(source + i * item), load(source + (half + i) * item)
             cos, sin = load_table(angles + i * 4), load_table(angles + (half + i) * 4)
             turned = scale(mul(second, sin), f32(-1))
             store(target + i * item, add(mul(first, cos), turned))
             store(target + (half + i) * item, add(mul(second, cos), mul(first, sin)))
-        for i in range(2 * half + lane_id() * width, dim, 32 * width):
+            i = i32(i + lanes() * width)
+        i = i32(2 * half + lane_id() * width)
+        while i < dim:
             store(target + i * item, load(source + i * item))
+            i = i32(i + lanes() * width)
 
     return rotate
 
@@ -61,15 +65,19 @@ def rotate_normed_head(rows: Access) -> Any:
     @device
     def rotate(source, target, weight, angles, half, dim, eps):
         factor = factor_of(source, dim, eps)
-        for i in range(lane_id() * width, half, 32 * width):
+        i = i32(lane_id() * width)
+        while i < half:
             first = normed(source, weight, i, factor)
             second = normed(source, weight, half + i, factor)
             cos, sin = load_table(angles + i * 4), load_table(angles + (half + i) * 4)
             turned = scale(mul(second, sin), f32(-1))
             store(target + i * item, add(mul(first, cos), turned))
             store(target + (half + i) * item, add(mul(second, cos), mul(first, sin)))
-        for i in range(2 * half + lane_id() * width, dim, 32 * width):
+            i = i32(i + lanes() * width)
+        i = i32(2 * half + lane_id() * width)
+        while i < dim:
             store(target + i * item, normed(source, weight, i, factor))
+            i = i32(i + lanes() * width)
 
     return rotate
 

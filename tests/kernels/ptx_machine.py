@@ -238,7 +238,9 @@ class _Block:
             return self.special[operand]
         if operand in self.registers:
             return self.registers[operand]
-        if operand.startswith("0f"):
+        if operand == "WARP_SZ":
+            value = 32
+        elif operand.startswith("0f"):
             value = int(operand[2:], 16)
         elif operand in self.program.shared:
             value = self.program.shared[operand]

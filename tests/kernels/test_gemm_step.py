@@ -10,15 +10,11 @@ from atlas_kernels.gemm_step_plan import (
     LINE_BYTES,
     MMA_TILES,
     QUANT_TILES,
-    RANGE_STEP,
     RUNGS,
     TILES,
     MmaTile,
-    form,
-    k_splits,
-    range_len,
+    mma_form,
     rung,
-    shortened,
     variant,
 )
 from hypothesis import given
@@ -35,9 +31,9 @@ def test_every_tile_fits_an_sm() -> None:
     for tile in TILES.values():
         assert tile.shared_bytes + 1024 <= 228 * 1024
         assert tile.shared_bytes <= 227 * 1024
-        assert RANGE_STEP % tile.k_block == 0
-        assert tile.box_rows <= 256, "a box of a tensor map"
-        assert tile.box_rows * 128 % 1024 == 0, "the swizzle has a period of 1,024 bytes"
+        for box in (tile.weight_box, tile.rows):
+            assert box <= 256, "a box of a tensor map"
+            assert box * 128 % 1024 == 0, "the swizzle has a period of 1,024 bytes"
         assert tile.stages >= 3
     for mma_tile in (*MMA_TILES.values(), *QUANT_TILES.values()):
         assert mma_tile.shared_bytes <= 99 * 1024, "the least of all GPUs since sm_80"
@@ -45,22 +41,14 @@ def test_every_tile_fits_an_sm() -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@given(n=st.integers(8, 300_000))
-def test_a_matrix_has_one_order(n: int, gated: bool) -> None:
-    chosen = {variant(n, rows, gated=gated) for rows in range(1, RUNGS[-1] + 1)}
-    assert {TILES[name].k_splits for name in chosen} == {k_splits(n, gated=gated)}
-    short = {TILES[shortened(name, k)] for name in chosen for k in (64, 4096, 4160)}
-    assert {tile.k_splits for tile in short} == {k_splits(n, gated=gated)}
-    mma = form(n, gated=gated).replace("medium", "narrow")
-    assert MMA_TILES[f"{mma}_8"].k_splits == k_splits(n, gated=gated)
-
-
-@given(k=st.integers(1, 100_000), splits=st.sampled_from([1, 2, 4]))
-def test_ranges_cover_k(k: int, splits: int) -> None:
-    length = range_len(k, splits)
-    assert length % RANGE_STEP == 0
-    assert length * splits >= k
-    assert length * splits - k < splits * RANGE_STEP
+@given(n=st.integers(8, 300_000), rows=st.integers(1, RUNGS[-1]))
+def test_every_matrix_has_tiles_that_cover_it(n: int, rows: int, gated: bool) -> None:
+    n -= n % 2
+    tile = TILES[variant(n, rows, gated=gated)]
+    assert tile.rows * tile.sharers >= rows
+    assert tile.grid(n) // tile.sharers * tile.box_rows >= (n // 2 if gated else n)
+    mma = MMA_TILES[f"{mma_form(n, gated=gated)}_{rung(rows)}"]
+    assert mma.grid(n) * mma.columns >= n
 
 
 def test_rungs() -> None:
@@ -112,7 +100,7 @@ def _reference(product: Product, x: Array) -> Array:
     return x.astype(np.float64) @ product.bench.get(product.weight).astype(np.float64).T
 
 
-# 100 columns and 328 of k: ragged last tiles, a second range that is shorter, part of a stage.
+# 100 columns and 328 of k: ragged last tiles, part of a stage.
 @pytest.mark.parametrize(
     ("name", "rows"), [("narrow_8", 5), ("wide_8", 8), ("narrow_16", 9), ("wide_128", 101)]
 )
@@ -227,7 +215,7 @@ class TestOnTheGpu:
         bench, tile, (m, k) = product.bench, TILES[name], x.shape
         bf16 = bench.put(x, "bf16")
         maps = [
-            bench.memory.tensor_map(product.weight.address, (product.n, k), (tile.box_rows, 64)),
+            bench.memory.tensor_map(product.weight.address, (product.n, k), (tile.weight_box, 64)),
             bench.memory.tensor_map(bf16.address, (m, k), (tile.rows, 64)),
         ]
         places = [bench.memory.put(np.frombuffer(encoded, np.uint8)) for encoded in maps]
@@ -238,22 +226,20 @@ class TestOnTheGpu:
         assert np.isnan(got[m]).all()
         return got[:m]
 
-    @pytest.mark.parametrize("family", ["narrow", "short", "medium", "wide"])
+    @pytest.mark.parametrize("family", ["c16", "c32", "c48", "c64", "c96", "c128", "wide"])
     def test_rows_are_independent(self, device: Bench, family: str) -> None:
         product = Product(device, 1000, 1160)
         product.weight = device.put(device.get(product.weight), "bf16")  # rows without padding
         x = rounded(_normal(128, 1160), "bf16")
-        kept = family.replace("short", "narrow")
-        full, want = self.wgmma(product, f"{kept}_128", x), _reference(product, x)
+        full, want = self.wgmma(product, f"{family}_128", x), _reference(product, x)
         assert np.abs(full - want).max() <= 1e-5 * np.abs(want).max()
         for m in (1, 2, 7, 8, 9, 31, 33, 64, 65, 127):
             for start in (0, 128 - m):
                 name = f"{family}_{rung(m)}"
-                name = name if name in TILES else f"{kept}_{rung(m)}"
                 got = self.wgmma(product, name, x[start : start + m])
                 np.testing.assert_array_equal(got, full[start : start + m])
 
-    @pytest.mark.parametrize("family", ["narrow", "wide"])
+    @pytest.mark.parametrize("family", ["c16", "wide"])
     @pytest.mark.parametrize("spread", [0, 15])
     def test_both_kernels_give_the_same_bits(self, device: Bench, family: str, spread: int) -> None:
         product = Product(device, 512, 4096)
@@ -262,6 +248,6 @@ class TestOnTheGpu:
         x, w = rounded(x * 2.0 ** powers[:128], "bf16"), rounded(w * 2.0 ** powers[128:], "bf16")
         product.weight = device.put(w, "bf16")
         for m in (3, 16, 30, 64, 128):
-            name = f"{family}_{rung(m)}"
-            got = product.mma(name, device.put(x[:m], "bf16"))
-            np.testing.assert_array_equal(got, self.wgmma(product, name, x[:m]))
+            got = product.mma(f"narrow_{rung(m)}", device.put(x[:m], "bf16"))
+            want = self.wgmma(product, f"{family}_{rung(m)}", x[:m])
+            np.testing.assert_array_equal(got, want)

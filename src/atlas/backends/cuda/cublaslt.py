@@ -77,11 +77,8 @@ class CublasLt:
             self._prefer(f"MIN_ALIGNMENT_{operand}_BYTES", _ALIGNMENT, np.uint32)
         self._layouts: dict[tuple[int, int, int, int], int] = {}
 
-    def algorithms(self, product: Product, *, splits: int = 1) -> list[Algorithm]:
-        """Algorithms for a product, the one that cuBLASLt expects to be fastest first.
-
-        With ``splits`` 2 the same ones, made to sum two halves of K on their own in float32.
-        """
+    def algorithms(self, product: Product) -> list[Algorithm]:
+        """Algorithms for a product, the one that cuBLASLt expects to be fastest first."""
         results = np.zeros(_WANTED, self._lt.matmul_heuristic_result_dtype)
         count = np.zeros(1, np.int32)
         layouts = self._layouts_of(product)
@@ -93,8 +90,6 @@ class CublasLt:
         except self._lt.cuBLASLtError:
             return []  # none for these sizes
         found = [results["algo"][i : i + 1].copy() for i in range(int(count[0]))]
-        if splits > 1:
-            found = [algorithm for algorithm in found if self._split(algorithm, splits)]
         return [algorithm for algorithm in found if self.takes(product, algorithm)]
 
     def takes(self, product: Product, algorithm: Algorithm) -> bool:
@@ -164,23 +159,6 @@ class CublasLt:
         if key not in self._layouts:
             self._layouts[key] = int(self._lt.matrix_layout_create(*key))
         return self._layouts[key]
-
-    def _split(self, algorithm: Algorithm, splits: int) -> bool:
-        """Let an algorithm sum ``splits`` ranges of K; False where it cannot."""
-        names, scheme = self._lt.MatmulAlgoConfigAttribute, self._lt.ReductionScheme
-        wanted = (
-            ("SPLITK_NUM", splits, np.int32),
-            ("REDUCTION_SCHEME", scheme.COMPUTE_TYPE, np.uint32),
-        )
-        try:
-            for name, number, dtype in wanted:
-                value = np.array([int(number)], dtype)
-                self._lt.matmul_algo_config_set_attribute(
-                    algorithm.ctypes.data, int(names[name]), value.ctypes.data, value.nbytes
-                )
-        except self._lt.cuBLASLtError:
-            return False
-        return True
 
     def _prefer(self, name: str, number: int, dtype: Any) -> None:
         self._set(

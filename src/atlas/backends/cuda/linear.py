@@ -15,9 +15,9 @@ from atlas_kernels.gemm_step_plan import (
     QUANT_TILES,
     RUNGS,
     TILES,
-    form,
+    mma_form,
     rung,
-    shortened,
+    variant,
 )
 
 from atlas.backends.cuda import activation as gates
@@ -89,8 +89,7 @@ def linear_gated(
     if columns % _QUAD == 0 and out.shape[0] <= STEP_ROWS:
         step_product(queue, x, weight, Epilogue(bias, gate=activation), out)
         return
-    # The order of the fused form, whatever the number of rows.
-    _product(queue, x, weight, Epilogue(bias), gate_up, gated=columns % _QUAD == 0)
+    _product(queue, x, weight, Epilogue(bias), gate_up)
     gate = gates.silu_and_mul if activation == "silu" else gates.gelu_tanh_and_mul
     gate(queue, gate_up, out=out)
 
@@ -121,10 +120,8 @@ def _product(
     weight: DeviceMatrix,
     epilogue: Epilogue,
     out: DeviceArray,
-    *,
-    gated: bool = False,
 ) -> None:
-    """Any number of rows. ``gated``: in the order of the gated form, without its epilogue."""
+    """Any number of rows."""
     rows = len(x)
     if rows > STEP_ROWS:
         products = queue.device.products
@@ -133,34 +130,24 @@ def _product(
             queue: Queue, x: DeviceArray, out: DeviceArray, residual: DeviceArray | None
         ) -> None:
             own = Epilogue(epilogue.bias, residual)
-            step_product(queue, x, weight, own, out, ungated=gated)
+            step_product(queue, x, weight, own, out)
 
         if products is not None and products.run(
-            queue, x, weight, epilogue.bias, epilogue.residual, out, gated=gated, step=step
+            queue, x, weight, epilogue.bias, epilogue.residual, out, step=step
         ):
             return
     for first in range(0, rows, STEP_ROWS):
         part = slice(first, first + STEP_ROWS)
         residual = None if epilogue.residual is None else epilogue.residual[part]
         own = Epilogue(epilogue.bias, residual)
-        step_product(queue, x[part], weight, own, out[part], ungated=gated)
+        step_product(queue, x[part], weight, own, out[part])
 
 
 def step_product(
-    queue: Queue,
-    x: DeviceArray,
-    weight: DeviceMatrix,
-    epilogue: Epilogue,
-    out: DeviceArray,
-    *,
-    ungated: bool = False,
+    queue: Queue, x: DeviceArray, weight: DeviceMatrix, epilogue: Epilogue, out: DeviceArray
 ) -> None:
-    """Up to ``STEP_ROWS`` rows by the step GEMM.
-
-    ``ungated`` takes the tiles of wide matrices, which sum as gated ones do, for a gated matrix.
-    """
+    """Up to ``STEP_ROWS`` rows by the step GEMM."""
     (m, k), n, gated = x.shape, weight.rows, epilogue.gate is not None
-    family = "wide" if ungated else form(n, gated=gated)
     residual, is_f32 = epilogue.residual, out.dtype == "float32"
     shared: Args = (
         0 if epilogue.bias is None else epilogue.bias,
@@ -170,16 +157,16 @@ def step_product(
     strides = (0 if residual is None else residual.strides[0], out.strides[0])
     option = _GATES[epilogue.gate] if epilogue.gate is not None else int(is_f32)
     if weight.format == "bf16" and queue.device.arch == "sm_90a":
-        variant = shortened(f"{family}_{rung(m)}", k)
-        tile = TILES[variant]
+        name = variant(n, m, gated=gated)
+        tile = TILES[name]
         maps = (
-            queue.tensor_map(weight.values, (tile.box_rows, 64)),
+            queue.tensor_map(weight.values, (tile.weight_box, 64)),
             queue.tensor_map(x, (tile.rows, 64)),
         )
         args: Args = (*maps, *shared, *strides, option)
-        queue.launch(f"gemm_step_bf16_{variant}", (tile.grid(n), 1), args, (weight, x))
+        queue.launch(f"gemm_step_bf16_{name}", (tile.grid(n), 1), args, (weight, x))
         return
-    family = family.replace("medium", "narrow")
+    family = mma_form(n, gated=gated)
     args = (weight.data, x, *shared, weight.layout.row_bytes, x.strides[0], *strides, option)
     if weight.format == "bf16":
         name = f"{family}_{rung(m)}"

@@ -2,9 +2,8 @@
 
 A matrix has one order of summation, that of the step GEMM. cuBLASLt promises none, so before an
 algorithm serves a kind of product it must give the step GEMM's bits on random rows of the matrix
-itself, at several numbers of rows (``Trial``). Then it stays. Where K is cut into two ranges, an
-algorithm that cuts it likewise is tried, and a product for each range, the second added to the
-first in float32. Kinds that no algorithm passes for go through the step GEMM, 128 rows at a time;
+itself, at several numbers of rows (``Trial``). Then it stays. A bias is added to float32 sums by a
+kernel of ours. Kinds that no algorithm passes for go through the step GEMM, 128 rows at a time;
 ``disclosed`` says which.
 
 A quantised matrix is first turned into bf16, which is what the step GEMM does with its weights.
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from atlas_kernels.gemm_step_plan import RUNGS, k_splits, range_len
+from atlas_kernels.gemm_step_plan import RUNGS
 from numpy.typing import NDArray
 
 from atlas.backends.cuda.array import DeviceArray
@@ -46,15 +45,13 @@ StepProduct = Callable[[Queue, DeviceArray, DeviceArray, DeviceArray | None], No
 class Kind:
     """What decides the bits of a product, and how it is computed.
 
-    ``format``, ``rows`` and ``cols`` are the matrix's; ``ranges`` those of K that are summed on
-    their own; ``out_type`` bfloat16 or float32. ``has_bias`` and ``has_residual``: what is added to
-    the sums.
+    ``format``, ``rows`` and ``cols`` are the matrix's; ``out_type`` bfloat16 or float32.
+    ``has_bias`` and ``has_residual``: what is added to the sums.
     """
 
     format: str
     rows: int
     cols: int
-    ranges: int
     out_type: str
     has_bias: bool
     has_residual: bool
@@ -62,12 +59,12 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """How a kind is computed: one call a slab, or (``by_range``) one for each range of K.
+    """How a kind is computed: at once, or (``is_finished``) as float32 sums that we finish.
 
     ``algorithms`` by numbers of rows, ascending.
     """
 
-    by_range: bool
+    is_finished: bool
     algorithms: tuple[tuple[int, Algorithm], ...]
 
     def algorithm(self, rows: int) -> Algorithm:
@@ -98,7 +95,6 @@ class Products:
         residual: DeviceArray | None,
         out: DeviceArray,
         *,
-        gated: bool,
         step: StepProduct,
     ) -> bool:
         """Put the launches of out = x · weightᵀ + bias + residual on a queue; False: none can.
@@ -108,9 +104,8 @@ class Products:
         """
         if weight.rows > _WIDEST or weight.rows % 8:
             return False
-        ranges = k_splits(weight.rows, gated=gated)
         shape = (weight.format, weight.rows, weight.cols)
-        kind = Kind(*shape, ranges, out.dtype, bias is not None, residual is not None)
+        kind = Kind(*shape, out.dtype, bias is not None, residual is not None)
         if kind not in self.plans:
             eager = Queue(self._device, queue.workspace)
             self.plans[kind] = Trial(self, eager, kind, weight, bias, step).plan()
@@ -141,7 +136,7 @@ class Launches:
         self._library, self._queue, self._kind, self._plan = products.library, queue, kind, plan
         is_converted = kind.format != "bf16"
         self._workspace = queue.scratch(
-            WORKSPACE_BYTES + _SUMS_BYTES * plan.by_range + _WEIGHTS_BYTES * is_converted
+            WORKSPACE_BYTES + _SUMS_BYTES * plan.is_finished + _WEIGHTS_BYTES * is_converted
         )
         self._weights = self._workspace + WORKSPACE_BYTES
         self._sums = self._weights + _WEIGHTS_BYTES * is_converted
@@ -174,7 +169,7 @@ class Launches:
     def _slabs(self, rows: int, columns: int) -> Iterator[slice]:
         """All rows at once, or as many as the float32 sums have room for."""
         step = rows
-        if self._plan.by_range:
+        if self._plan.is_finished:
             step = min(rows, _SUMS_BYTES // (4 * columns) // 128 * 128)
         for first in range(0, rows, step):
             yield slice(first, first + step)
@@ -186,17 +181,13 @@ class Launches:
         algorithm = self._plan.algorithm(m)
         strides = (part.strides[0] // 2, x.strides[0] // 2)
         keep = (x, part, bias, out, algorithm, self._library)
-        if not self._plan.by_range:
+        if not self._plan.is_finished:
             sizes = (m, n, k, *strides, out.strides[0] // out.itemsize)
             product = Product(*sizes, out.dtype, self._kind.has_residual)
             self._call(product, algorithm, part.address, x.address, out.address, keep)
             return
-        length = range_len(k, self._kind.ranges)
-        for first in range(0, k, length):
-            own = min(length, k - first)
-            product = Product(m, n, own, *strides, n, "float32", first > 0)
-            w, from_k = part.address + 2 * first, x.address + 2 * first
-            self._call(product, algorithm, w, from_k, self._sums, keep)
+        product = Product(m, n, k, *strides, n, "float32", False)
+        self._call(product, algorithm, part.address, x.address, self._sums, keep)
         residual = out if self._kind.has_residual else 0
         numbers: Args = (self._sums, 0 if bias is None else bias, residual, out, n, 4 * n)
         numbers += (out.strides[0], out.strides[0], int(out.dtype == "float32"))
@@ -230,7 +221,8 @@ class Trial:
     def plan(self, forms: Sequence[bool] | None = None) -> Plan | None:
         """A plan whose results were equal, or None, as when memory does not suffice.
 
-        ``forms``: the values of ``Plan.by_range`` to try, in order; by default all that can serve.
+        ``forms``: the values of ``Plan.is_finished`` to try, in order; by default all that can
+        serve.
         """
         if forms is None:
             forms = [True] if self._kind.has_bias else [False, True]
@@ -269,28 +261,26 @@ class Trial:
             rows = slice(first, first + _STEP_ROWS)
             residual = self._want[rows] if kind.has_residual else None
             self._step(self._queue, x[rows], self._want[rows], residual)
-        for by_range in forms:
-            if found := tuple(self._algorithms(x, by_range=by_range)):
-                return Plan(by_range, found)
+        for is_finished in forms:
+            if found := tuple(self._algorithms(x, is_finished=is_finished)):
+                return Plan(is_finished, found)
         return None
 
-    def _algorithms(self, x: DeviceArray, *, by_range: bool) -> Iterator[tuple[int, Algorithm]]:
+    def _algorithms(self, x: DeviceArray, *, is_finished: bool) -> Iterator[tuple[int, Algorithm]]:
         """The first equal algorithm for each of ``_SIZES``; none for larger sizes is the last's."""
         kind, library = self._kind, self._products.library
-        splits = 1 if by_range else kind.ranges
-        k = range_len(kind.cols, kind.ranges) if by_range else kind.cols
-        type = "float32" if by_range else kind.out_type
-        sizes = (kind.rows, k, kind.cols, kind.cols, kind.rows)
+        type = "float32" if is_finished else kind.out_type
+        sizes = (kind.rows, kind.cols, kind.cols, kind.cols, kind.rows)
         known: dict[bytes, bool] = {}
         for m in _SIZES:
-            product = Product(m, *sizes, type, kind.has_residual and not by_range)
-            for algorithm in library.algorithms(product, splits=splits):
+            product = Product(m, *sizes, type, kind.has_residual and not is_finished)
+            for algorithm in library.algorithms(product):
                 tried = [replace(product, m=rows) for rows in (*self._tried, *_SIZES)]
                 if not all(library.takes(other, algorithm) for other in tried):
                     continue
                 content = algorithm.tobytes()
                 if content not in known:
-                    known[content] = self._is_equal(x, algorithm, by_range=by_range)
+                    known[content] = self._is_equal(x, algorithm, is_finished=is_finished)
                 if known[content]:
                     yield m, algorithm
                     break
@@ -298,8 +288,8 @@ class Trial:
                 if m == _SIZES[0]:
                     return
 
-    def _is_equal(self, x: DeviceArray, algorithm: Algorithm, *, by_range: bool) -> bool:
-        plan = Plan(by_range, ((_SIZES[0], algorithm),))
+    def _is_equal(self, x: DeviceArray, algorithm: Algorithm, *, is_finished: bool) -> bool:
+        plan = Plan(is_finished, ((_SIZES[0], algorithm),))
         for rows in self._tried:
             part = slice(0, rows)
             self._begin(self._got)
