@@ -432,20 +432,24 @@ def _candidates(case: str, logits: np.ndarray, k: int, bans: list[list[int]], ex
     }
     banned = np.array([token for row in bans for token in row], np.int32)
     cu_banned = np.cumsum([0, *(len(row) for row in bans)]).astype(np.int32)
-    return Case(case, (logits, banned, cu_banned), written, written, 0.0 if exact else 2e-6)
+    return Case(case, (logits, banned, cu_banned), written, written, 0.0)
 
 
 def top_candidates() -> Iterator[Case]:
     rng = _rng(22)
-    yield _candidates("k1", _normal(rng, 3, 100), 1, [[]] * 3, False)
-    yield _candidates("k32", _normal(rng, 5, 5003) * 3, 32, [[], [7, 0, 7], [], [5002], []], False)
+    yield _candidates("k1", _normal(rng, 3, 100), 1, [[]] * 3)
+    yield _candidates("k32", _normal(rng, 5, 5003) * 3, 32, [[], [7, 0, 7], [], [5002], []])
     tied = np.round(_normal(rng, 4, 1000) * 2)
     greatest = [int(i) for i in np.argsort(-tied[1], kind="stable")[:20]]
-    yield _candidates("ties", tied, 8, [[], greatest, [], [1, 2, 3]], False)
-    yield _candidates("C1", _normal(rng, 2, 1), 3, [[], [0]], True)
+    yield _candidates("ties", tied, 8, [[], greatest, [], [1, 2, 3]])
+    yield _candidates("C1", _normal(rng, 2, 1), 3, [[], [0]])
+    # Differences that are equal although the logits are not; parts of 4,096 and what they prune.
+    near = _normal(rng, 2, 9000) * np.float32(1e-7)
+    near[:, 4500] = 16
+    yield _candidates("rounded-C9000", near, 12, [[], [4500, 0, 1]])
     broken = _normal(rng, 3, 50)
     broken[0, 5], broken[1, 49], broken[2, 0] = np.nan, np.inf, -np.inf
-    yield _candidates("non-finite", broken, 4, [[]] * 3, True)
+    yield _candidates("non-finite", broken, 4, [[]] * 3)
 
 
 def prepare_heads() -> Iterator[Case]:
