@@ -417,14 +417,14 @@ def cross_attention() -> Iterator[Case]:
         q, out = _strided(rng, rows, heads, dim), _nan(rows, heads, dim)
         yield Case(
             f"K{dim}-H{heads}-HK{kv_heads}-{dtype}",
-            (q, k_pool, v_pool, tables, cu_rows, lens, dim**-0.5),
+            (q, k_pool, v_pool, tables, cu_rows, 16, lens, dim**-0.5),
             {"out": out},
             {"out": out},
             1e-5,
         )
 
 
-def _candidates(case: str, logits: np.ndarray, k: int, bans: list[list[int]], exact: bool) -> Case:
+def _candidates(case: str, logits: np.ndarray, k: int, bans: list[list[int]]) -> Case:
     written = {
         "ids": np.full((len(logits), k), 99, np.int32),
         "values": _nan(len(logits), k),

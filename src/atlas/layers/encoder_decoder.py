@@ -179,6 +179,7 @@ class CrossAttention:
             self.v_pool,
             step.source_tables,
             step.source_cu_rows,
+            step.max_source_rows,
             step.source_lens,
             self.scale,
             out=heads(step.attended, self.num_heads),

@@ -12,14 +12,5 @@ library. Files named like those of ``atlas.ops`` compute launches; the others ar
 
 from __future__ import annotations
 
-NOT_OFFERED: frozenset[str] = frozenset(
-    {
-        "add_positions",
-        "cross_attention",
-        "encoder_attention",
-        "layernorm",
-        "relu",
-        "top_candidates",
-    }
-)
+NOT_OFFERED: frozenset[str] = frozenset()
 """Ops without a kernel here; a model that needs one is refused by name when it is loaded."""

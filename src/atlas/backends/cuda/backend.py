@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from atlas.backends.backend import Shapes
-from atlas.backends.cuda import NOT_OFFERED
 from atlas.backends.cuda.buffers import buffer_bytes
 from atlas.backends.cuda.device import CudaDevice
 from atlas.backends.cuda.loading import Loader
@@ -58,10 +57,7 @@ class CudaBackend:
 
     def require_support(self, config: ModelConfig) -> None:
         if config.encoder is not None:
-            missing = ", ".join(sorted(NOT_OFFERED))
-            raise CapabilityError(
-                f"translation models run on the CPU; the CUDA kernels have no {missing}"
-            )
+            raise CapabilityError("translation models run on the CPU")
         require_support(config)
 
     def matrix_format(self, format: str, cols: int, groups: int) -> str:
