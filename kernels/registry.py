@@ -18,6 +18,7 @@ MODULES = (
     "attention_prefill_wgmma",
     "attention_step",
     "beam",
+    "block_copy",
     "cast",
     "conv1d",
     "cross_attention",

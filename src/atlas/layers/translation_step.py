@@ -6,6 +6,7 @@ through the paged pools, not through a buffer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,7 +153,7 @@ def translation_buffer_shapes(
     }
 
 
-def allocate_translation(shapes: dict[str, tuple[int, ...]]) -> TranslationBuffers:
+def allocate_translation(shapes: Mapping[str, tuple[int, ...]]) -> TranslationBuffers:
     """Zeroed buffers of these shapes; untouched pages cost no memory."""
     arrays: dict[str, Any] = {
         name: pages.zeros(shape, np.int32 if name in TRANSLATION_INPUTS else np.float32)
