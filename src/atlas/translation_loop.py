@@ -169,7 +169,7 @@ class TranslationLoop:
         ever by narrow ones. While others run, only so many tokens are encoded in a step, and none
         after a preemption, until a request has ended.
         """
-        if self._is_short and self._running:
+        if not self._waiting or (self._is_short and self._running):
             return
         rows = self._max_rows - sum(entry.request.num_rows for entry in self._running)
         blocks = self.core.blocks.num_free
@@ -228,10 +228,11 @@ class TranslationLoop:
 
     def _make_room(self) -> None:
         """Preempt requests, worst rank first, until the blocks of the next sweep are free."""
-        while len(self._running) > 1 and self._missing():
-            self._preempt(max(self._running, key=lambda entry: entry.rank))
-        if self._running and self._missing():
-            self._refuse(self._running[0].request)
+        while self._running and self._missing():
+            if len(self._running) == 1:
+                self._refuse(self._running[0].request)
+            else:
+                self._preempt(max(self._running, key=lambda entry: entry.rank))
 
     def _missing(self) -> bool:
         needed = sum(entry.decode.blocks_needed() for entry in self._running)
