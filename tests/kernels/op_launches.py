@@ -29,6 +29,7 @@ _FLOAT32 = {
     "argmax": {"logits"},
     "linear": {"bias"},
     "linear_add": {"bias"},
+    "linear_relu": {"bias"},
     "linear_gated": {"bias"},
     "prepare_heads": {"q_norm", "k_norm", "rope_table"},
     "attention_step": {"q_norm", "k_norm", "rope_table"},

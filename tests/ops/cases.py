@@ -280,6 +280,19 @@ def linear_add() -> Iterator[Case]:
         )
 
 
+def linear_relu() -> Iterator[Case]:
+    for n, (format, rows) in enumerate([("f32", 3), ("q4_1", 1), ("bf16", 9), ("q8_0", 130)]):
+        rng, out = _rng(43, n), _nan(rows, 40)
+        bias = None if n == 1 else _normal(rng, 40)
+        yield Case(
+            f"{format}-T{rows}",
+            (_normal(rng, rows, 64), random_matrix(rng, format, 40, 64), bias),
+            {"out": out},
+            {"out": out},
+            1e-5,
+        )
+
+
 def linear_gated() -> Iterator[Case]:
     for n, (format, activation) in enumerate(
         [("f32", "silu"), ("q4_1", "gelu_tanh"), ("q8_0", "silu")]

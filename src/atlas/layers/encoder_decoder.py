@@ -69,8 +69,7 @@ class PlainMlp:
         """Add the block's output to ``step.hidden``."""
         inner = step.inner[:, : self.up.matrices[0].rows]
         self.norm.forward(ops, step.hidden, step.normed)
-        self.up.forward(ops, step.normed, inner)
-        ops.relu(inner, out=inner)
+        self.up.forward_relu(ops, step.normed, inner)
         self.down.add_to(ops, inner, step.hidden)
 
 
