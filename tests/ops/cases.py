@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from atlas.layers.rope import no_rotation
 from atlas.ops.blocks import FORMATS, HostMatrix, quantize
 
 
@@ -498,6 +499,10 @@ def attention_step() -> Iterator[Case]:
         for window, cap, dtype in ((None, None, "float32"), (300, 2.0, "float16")):
             rng = _rng(41, n, window or 0)
             yield _step_case(rng, dim, heads, kv_heads, norm, window, cap, dtype)
+    still = _step_case(_rng(41, 9), 64, 2, 2, False, None, None, "float32")
+    table = no_rotation(still.args[6].shape[0])
+    args = (*still.args[:6], table, *still.args[7:])
+    yield replace(still, id=f"{still.id}-unrotated", args=args)
 
 
 def _step_case(
