@@ -13,7 +13,7 @@ import numpy as np
 
 from atlas.architectures import expected_weights
 from atlas.architectures.weight_names import is_array
-from atlas.config import GatedDeltaConfig, ModelConfig, MoeConfig, RopeConfig
+from atlas.config import EncoderConfig, GatedDeltaConfig, ModelConfig, MoeConfig, RopeConfig
 from atlas.ops.blocks import HostMatrix
 
 _BUFFER_LEN = 128 << 20  # bf16 elements
@@ -29,6 +29,37 @@ def _dense(layers: int, hidden: int, heads: int, kv_heads: int, inner: int, **mo
         norm_eps=1e-6,
         max_seq_len=40960,
         **({"architecture": "qwen3", "vocab_size": 151936, "head_dim": 128} | more),
+    )
+
+
+def _translator(layers: int, hidden: int, heads: int, inner: int, vocab_size: int) -> ModelConfig:
+    """An M2M100: as many layers in the encoder as in the decoder."""
+    return ModelConfig(
+        architecture="m2m_100",
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        intermediate_size=inner,
+        norm_eps=1e-5,
+        max_seq_len=1024,
+        activation="relu",
+        embedding_scale=hidden**0.5,
+        tie_embeddings=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        encoder=EncoderConfig(
+            num_layers=layers,
+            num_heads=heads,
+            intermediate_size=inner,
+            max_source_len=1024,
+            padding_token_id=1,
+            start_token_id=2,
+        ),
+        eos_token_ids=(2,),
     )
 
 
@@ -62,6 +93,8 @@ SHAPES: dict[str, ModelConfig] = {
             shared_gate=True,
         ),
     ),
+    "nllb-200-600m": _translator(12, 1024, 16, 4096, 256_206),
+    "tiny-nllb": _translator(2, 128, 2, 256, 1024),
     "tiny": _dense(2, 256, 4, 2, 512, vocab_size=1024, head_dim=64, qk_norm=True),
 }  # fmt: skip
 """Shapes of published models, by short name."""
@@ -123,7 +156,8 @@ class RandomCheckpoint:
     def vector(self, name: str) -> np.ndarray:
         """Norms and convolutions that keep the size of what they read."""
         shape = self._shapes[name]
-        value = 1.0 if "norm" in name else 0.5 if name.endswith(".conv") else 0.0
+        is_norm = "norm" in name and not name.endswith("_bias")
+        value = 1.0 if is_norm else 0.5 if name.endswith(".conv") else 0.0
         return np.full(shape, value, np.float32).reshape(-1)
 
     def release(self, name: str) -> None:

@@ -45,6 +45,11 @@ def _relu_squared(x, same):
     return positive * same
 
 
+@device
+def _relu(x, same):
+    return x if x > f32(0) or x != x else f32(0)
+
+
 def over_pairs(function: Any, width: int) -> Any:
     """A device function of two tuples, from one of two numbers."""
     if width == 1:
@@ -80,6 +85,22 @@ def _gated(rows: Access, function: Any) -> Any:
             store(out + block_x() * out_stride + at * item, values)
 
     return gated
+
+
+def _alone(rows: Access, function: Any) -> Any:
+    """A kernel over one input, which ``function`` gets twice."""
+    load, store, item, width = rows.load, rows.store, rows.item_bytes, rows.width
+    apply = over_pairs(function, width)
+
+    def alone(x, out, dim, x_stride, out_stride):
+        launch_dependents()
+        wait_prerequisites()
+        at = (block_y() * THREADS + thread_x()) * width
+        if at < dim:
+            value = load(x + block_x() * x_stride + at * item)
+            store(out + block_x() * out_stride + at * item, apply(value, value))
+
+    return alone
 
 
 @kernel("silu_and_mul", args="ptr ptr i32 i64 i64", threads=THREADS, variants=row_variants())
@@ -152,18 +173,13 @@ def make_relu_squared(rows: Access) -> Any:
 
     Source: So et al., "Primer" (2021), arXiv 2109.08668.
     """
-    load, store, item, width = rows.load, rows.store, rows.item_bytes, rows.width
-    apply = over_pairs(_relu_squared, width)
+    return _alone(rows, _relu_squared)
 
-    def relu_squared(x, out, dim, x_stride, out_stride):
-        launch_dependents()
-        wait_prerequisites()
-        at = (block_y() * THREADS + thread_x()) * width
-        if at < dim:
-            value = load(x + block_x() * x_stride + at * item)
-            store(out + block_x() * out_stride + at * item, apply(value, value))
 
-    return relu_squared
+@kernel("relu", args="ptr ptr i32 i64 i64", threads=THREADS, variants=row_variants())
+def make_relu(rows: Access) -> Any:
+    """out = max(x, 0), [T, F]; NaN stays NaN; ``out`` may be ``x``."""
+    return _alone(rows, _relu)
 
 
 @kernel("zero", args="ptr i32 i64", threads=THREADS, variants=row_variants())

@@ -112,8 +112,21 @@ def resident_blocks(dim: int, tiles: int) -> int:
     return 3 if tiles * dim <= 128 else 2
 
 
-def attention_body(dim: int, tiles: int, rows_apart: FreshRows = NO_FRESH_ROWS) -> Any:
+@device
+def own_position(positions, sequence, row):
+    """The last key that a row sees: its own."""
+    return load_b32(positions + i64(row) * 4)
+
+
+def attention_body(
+    dim: int,
+    tiles: int,
+    rows_apart: FreshRows = NO_FRESH_ROWS,
+    last_key: Any = own_position,
+) -> Any:
     """A device function of the kernel's arguments, and of a tuple that ``rows_apart`` takes.
+
+    ``last_key``: (positions, sequence, row) → the last key that a row sees.
 
     It waits for the kernels before. What the host copied for the step (``tables``, ``cu_rows``,
     ``positions``) is read before that; so are the pools where the step's own keys and values are
@@ -208,8 +221,9 @@ def attention_body(dim: int, tiles: int, rows_apart: FreshRows = NO_FRESH_ROWS) 
         count = i32(min(count, rows))
         earliest = latest = i32(0)
         if count > 0:
-            earliest = load_b32(positions + i64(first_row + quotient(begin, group)) * 4)
-            latest = load_b32(positions + i64(first_row + quotient(begin + count - 1, group)) * 4)
+            final = quotient(begin + count - 1, group)
+            earliest = last_key(positions, sequence, first_row + quotient(begin, group))
+            latest = last_key(positions, sequence, first_row + final)
         start = max(0, earliest - window + 1) if window > 0 else 0
         first_split = start // SPLIT
         num_splits = latest // SPLIT - first_split + 1 if count > 0 else 0
@@ -225,7 +239,7 @@ def attention_body(dim: int, tiles: int, rows_apart: FreshRows = NO_FRESH_ROWS) 
         warm(base, fresh, first_row, known, num_fresh)
         if thread_x() < rows:
             index = begin + min(thread_x(), count - 1)
-            position = load_b32(positions + i64(first_row + quotient(index, group)) * 4)
+            position = last_key(positions, sequence, first_row + quotient(index, group))
             at = base + limits_at + thread_x() * 8
             store_shared_b32(at, max(0, position - window + 1) if window > 0 else 0)
             store_shared_b32(at + 4, position)

@@ -12,7 +12,7 @@ from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_math import from_f16
 from atlas_kernels.ptx_warp import block_x, block_y, thread_x
 from atlas_kernels.registry import kernel
-from atlas_kernels.vector import Access, access
+from atlas_kernels.vector import Access, access, row_variants
 
 THREADS = 128
 
@@ -126,6 +126,34 @@ def make_embedding_blocks(type: str, rows: Access) -> Any:
                     store(target + 2 * i * item, zero())
 
     return embedding_blocks
+
+
+@kernel(
+    "add_positions",
+    args="ptr ptr ptr ptr ptr i32 i32 i64 i64",
+    threads=THREADS,
+    variants=row_variants(),
+)
+def make_add_positions(rows: Access) -> Any:
+    """out[t] = x[t] + table[positions[t]], or x[t] where the id is ``padding_id``; [T, D].
+
+    Grid (rows, ⌈D / (128 · width)⌉). ``table`` is float32 [P, D]; ``out`` may be ``x``.
+    """
+    load, store, add, width, item = rows.load, rows.store, rows.add, rows.width, rows.item_bytes
+    load_table = access("f32", width).load_constant
+
+    def add_positions(x, ids, positions, table, out, dim, padding_id, x_stride, out_stride):
+        launch_dependents()
+        wait_prerequisites()
+        at = (block_y() * THREADS + thread_x()) * width
+        if at < dim:
+            value = load(x + block_x() * x_stride + at * item)
+            if memory.load_b32(ids + block_x() * 4) != padding_id:
+                position = i64(memory.load_b32(positions + block_x() * 4))
+                value = add(value, load_table(table + (position * dim + at) * 4))
+            store(out + block_x() * out_stride + at * item, value)
+
+    return add_positions
 
 
 @kernel(

@@ -1,4 +1,4 @@
-"""What the step GEMM does with its sums: bias, residual, act · mul, one rounding, the store.
+"""What the step GEMM does with its sums: bias, residual, ReLU or act · mul, one rounding, stores.
 
 Four neighbouring columns at once: ``out``, ``bias`` and ``residual`` rows hold a multiple of four
 columns and lie a multiple of 16 bytes apart.
@@ -20,11 +20,18 @@ add4 = vector_add(4)
 
 
 @device
-def finish(total, row, column, bias, residual, out, residual_stride, out_stride, out_is_f32):
+def _positive(value):
+    """max(value, 0); NaN stays NaN."""
+    return value if value > f32(0) or value != value else f32(0)
+
+
+@device
+def finish(total, row, column, bias, residual, out, residual_stride, out_stride, option):
     """out = total + bias + residual, from left to right in float32, rounded once.
 
     A zero address leaves bias or residual out. ``bias`` is float32, ``residual`` bf16 (it may be
-    ``out``).
+    ``out``). ``out`` is bf16; float32 where ``option`` is 1; what is below 0 becomes 0 where it is
+    2.
     """
     if bias != 0:
         total = add4(total, load_constant_f32x4(bias + i64(column) * 4))
@@ -34,9 +41,12 @@ def finish(total, row, column, bias, residual, out, residual_stride, out_stride,
         c, d = unpack_bf16(words[1])
         total = add4(total, (a, b, c, d))
     target = out + i64(row) * out_stride
-    if out_is_f32 != 0:
+    if option == 1:
         store_f32x4(target + i64(column) * 4, total)
     else:
+        if option == 2:
+            first, second = _positive(total[0]), _positive(total[1])
+            total = (first, second, _positive(total[2]), _positive(total[3]))
         words = (pack_bf16(total[0], total[1]), pack_bf16(total[2], total[3]))
         store_b32x2(target + i64(column) * 2, words)
 

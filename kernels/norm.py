@@ -1,4 +1,4 @@
-"""RMS normalisation of rows and of heads.
+"""RMS normalisation of rows and of heads, and layer normalisation of rows.
 
 Order of a row's Σ x²: thread i of ``ROW_THREADS`` takes the vectors i, i + ROW_THREADS, … of
 ``width`` neighbouring elements, ascending, by fused multiply-add; the threads' sums are added by
@@ -6,7 +6,12 @@ Order of a row's Σ x²: thread i of ``ROW_THREADS`` takes the vectors i, i + RO
 depends on the number of rows. Then x · rsqrt(mean + eps) · weight, from left to right, and one
 rounding. Rows and heads are addressed by strides in bytes.
 
-Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), arXiv 1910.07467.
+Layer normalisation sums a row twice in the order of RMS normalisation's rows, with
+``LAYER_THREADS`` threads: x, then (x − mean)². Then (x − mean) · rsqrt(variance + eps), times the
+weight plus the bias in one rounding, and the rounding of the result.
+
+Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), arXiv 1910.07467; Ba,
+Kiros and Hinton, "Layer Normalization" (2016), arXiv 1607.06450.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
-from atlas_kernels.ptx_math import fast_rsqrt
+from atlas_kernels.ptx_math import fast_rsqrt, vector_fma, vector_shift, vector_sum
 from atlas_kernels.ptx_warp import (
     block_sum,
     block_x,
@@ -30,6 +35,7 @@ from atlas_kernels.registry import kernel
 from atlas_kernels.vector import Access, access, row_variants
 
 ROW_THREADS = 512  # 4,096 bf16 elements are one vector of 8 a thread, kept in registers
+LAYER_THREADS = 256  # rows of 1,024 or 2,048, where encoder-decoders have layer normalisation
 HEAD_THREADS = 128  # four heads a thread block
 HEAD_WIDTH = 2  # a head of 64 elements fills the warp
 
@@ -130,6 +136,64 @@ def make_add_rmsnorm(rows: Access) -> Any:
             i += step
 
     return add_rmsnorm
+
+
+@kernel(
+    "layernorm",
+    args="ptr ptr ptr ptr i32 i64 i64 f32",
+    threads=LAYER_THREADS,
+    variants=row_variants(),
+)
+def make_layernorm(rows: Access) -> Any:
+    """out = (x − mean) / sqrt(variance + eps) · weight + bias; grid (rows).
+
+    ``out`` may be ``x``.
+    """
+    load, store, zero, item, width = rows.load, rows.store, rows.zero, rows.item_bytes, rows.width
+    scale, add_squares, load_vector = (
+        rows.scale,
+        rows.add_squares,
+        access("f32", width).load_constant,
+    )
+    add_up, shift, fma = vector_sum(width), vector_shift(width), vector_fma(width)
+
+    def layernorm(x, weight, bias, out, dim, x_stride, out_stride, eps):
+        launch_dependents()
+        first = thread_x() * width
+        source = x + block_x() * x_stride
+        weights = biases = values = zero()
+        if first < dim:
+            weights, biases = load_vector(weight + first * 4), load_vector(bias + first * 4)
+        wait_prerequisites()
+        if first < dim:
+            values = load(source + first * item)
+        total = add_up(f32(0), values)
+        step = num_threads_x() * width  # unknown to the compiler: unrolled loops take registers
+        i = first + step
+        while i < dim:
+            total = add_up(total, load(source + i * item))
+            i += step
+        away = f32(0) - block_sum(total) / f32(dim)
+        total = f32(0)
+        if first < dim:
+            values = shift(values, away)
+            total = add_squares(total, values)
+        i = first + step
+        while i < dim:
+            total = add_squares(total, shift(load(source + i * item), away))
+            i += step
+        factor = fast_rsqrt(block_sum(total) / f32(dim) + eps)
+        target = out + block_x() * out_stride
+        if first < dim:
+            store(target + first * item, fma(scale(values, factor), weights, biases))
+        i = first + step
+        while i < dim:
+            scaled = scale(shift(load(source + i * item), away), factor)
+            weights, biases = load_vector(weight + i * 4), load_vector(bias + i * 4)
+            store(target + i * item, fma(scaled, weights, biases))
+            i += step
+
+    return layernorm
 
 
 def head_factor(rows: Access) -> Any:

@@ -91,6 +91,13 @@ remainder = _division("urem")
 """Unsigned division of int32: ``//`` and ``%`` round to the floor and widen to int64."""
 
 
+def _sum(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    total = args[0]
+    for i in range(signature.args[1].count):
+        total = builder.fadd(total, builder.extract_value(args[1], i))
+    return total
+
+
 def _fused_squares(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     total = args[0]
     for i in range(signature.args[1].count):
@@ -141,3 +148,24 @@ def vector_scale(width: int) -> Any:
 def vector_add_squares(width: int) -> Any:
     """(s, a) → s + Σ a², one fused multiply-add an element, ascending."""
     return typed_intrinsic(f32(f32, types.UniTuple(f32, width)), _fused_squares)
+
+
+def vector_shift(width: int) -> Any:
+    """(a, s) → a + s, a tuple and a number."""
+    return _elementwise("fadd", width, scalar=True)
+
+
+def vector_sum(width: int) -> Any:
+    """(s, a) → s + Σ a, ascending."""
+    return typed_intrinsic(f32(f32, types.UniTuple(f32, width)), _sum)
+
+
+def vector_fma(width: int) -> Any:
+    """(a, b, c) → a · b + c, elementwise on tuples of float32, rounded once."""
+    vector = types.UniTuple(f32, width)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows = [[builder.extract_value(arg, i) for arg in args] for i in range(width)]
+        return context.make_tuple(builder, vector, [builder.fma(*row) for row in rows])
+
+    return typed_intrinsic(vector(vector, vector, vector), codegen)

@@ -395,6 +395,17 @@ def tile_reciprocal(tiles: int) -> Any:
 
 
 @cache
+def tile_same(tiles: int) -> Any:
+    """(number) → it for each of the lane's rows."""
+    rows = _ints(2 * tiles)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.make_tuple(builder, rows, [args[0]] * (2 * tiles))
+
+    return typed_intrinsic(rows(i32), codegen)
+
+
+@cache
 def tile_positions(tiles: int) -> Any:
     """(position) → those of the lane's rows, given its first: 8 apart."""
     rows = _ints(2 * tiles)

@@ -10,6 +10,7 @@ lock around every call.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ from atlas.model.translator_core import TranslatorCore
 from atlas.request import Delta
 from atlas.sample_decode import SampleDecode
 from atlas.sampler import Sampled
+from atlas.sampling_table import Draw
 from atlas.scheduling import SchedulingOptions
 from atlas.translation_request import TranslationRequest, joined
 
@@ -52,6 +54,7 @@ class Sweep:
     beams: list[Running] = field(default_factory=list)
     samplers: list[Running] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
+    drawn: frozenset[int] = frozenset()  # rows of the arena whose tokens the device draws
     found: list[tuple[Ints, Floats]] = field(default_factory=list)  # of each search
     choices: list[list[Choice]] = field(default_factory=list)  # of each sampler
 
@@ -166,7 +169,7 @@ class TranslationLoop:
         ever by narrow ones. While others run, only so many tokens are encoded in a step, and none
         after a preemption, until a request has ended.
         """
-        if self._is_short and self._running:
+        if not self._waiting or (self._is_short and self._running):
             return
         rows = self._max_rows - sum(entry.request.num_rows for entry in self._running)
         blocks = self.core.blocks.num_free
@@ -225,10 +228,11 @@ class TranslationLoop:
 
     def _make_room(self) -> None:
         """Preempt requests, worst rank first, until the blocks of the next sweep are free."""
-        while len(self._running) > 1 and self._missing():
-            self._preempt(max(self._running, key=lambda entry: entry.rank))
-        if self._running and self._missing():
-            self._refuse(self._running[0].request)
+        while self._running and self._missing():
+            if len(self._running) == 1:
+                self._refuse(self._running[0].request)
+            else:
+                self._preempt(max(self._running, key=lambda entry: entry.rank))
 
     def _missing(self) -> bool:
         needed = sum(entry.decode.blocks_needed() for entry in self._running)
@@ -255,7 +259,9 @@ class TranslationLoop:
         )
         now.windows = [window for entry in now.running for window in entry.decode.windows()]
         try:
-            sweep(self.core, now.windows)
+            draws = self._draws(now) if self.core.runtime.samples else []
+            now.drawn = frozenset(draw.logits_row for draw in draws)
+            sweep(self.core, now.windows, draws)
             searches = [e.decode for e in now.beams if isinstance(e.decode, BeamDecode)]
             now.found = candidates(self.core, searches) if searches else []
             now.choices = self._choices(now)
@@ -267,25 +273,52 @@ class TranslationLoop:
             commit(self.core, now.windows)
             self._settle(now)
 
-    def _choices(self, now: Sweep) -> list[list[Choice]]:
-        """The token of each sample that chooses one, or the error that ends it."""
+    def _choosers(self, now: Sweep) -> list[list[tuple[Generation, int]]]:
+        """Each sampler's samples that choose a token in this sweep, with their arena rows."""
         row = sum(entry.decode.num_rows for entry in now.beams)
-        rows = self.core.buffers.logits
-        greedy = self._greedy(row, sum(entry.decode.num_rows for entry in now.samplers))
-        chosen: list[list[Choice]] = []
+        found = []
         for entry in now.samplers:
             assert isinstance(entry.decode, SampleDecode)
-            chosen.append(
-                [
-                    (generation, _choose(generation, rows[row + i], int(greedy[row + i])))
-                    for generation, i in entry.decode.choosers()
-                ]
-            )
+            found.append([(generation, row + i) for generation, i in entry.decode.choosers()])
             row += entry.decode.num_rows
-        return chosen
+        return found
+
+    def _draws(self, now: Sweep) -> list[Draw]:
+        """Tokens that the device chooses; where several samples share a row, the host does that."""
+        due = [pair for choosers in self._choosers(now) for pair in choosers]
+        takers = Counter(row for _, row in due)
+        return [
+            generation.draw(row)
+            for generation, row in due
+            if generation.draws_on_device
+            and takers[row] == 1
+            and generation.params.logprobs is None
+        ]
+
+    def _choices(self, now: Sweep) -> list[list[Choice]]:
+        """The token of each sample that chooses one, or the error that ends it."""
+        first = sum(entry.decode.num_rows for entry in now.beams)
+        greedy = self._greedy(first, sum(entry.decode.num_rows for entry in now.samplers))
+        return [
+            [
+                (generation, self._choose(generation, row, int(greedy[row]), row in now.drawn))
+                for generation, row in choosers
+            ]
+            for choosers in self._choosers(now)
+        ]
+
+    def _choose(
+        self, generation: Generation, row: int, token: int, drawn: bool
+    ) -> Sampled | AtlasError:
+        if generation.needs_logits or (generation.draws_on_device and not drawn):
+            return generation.choose_safely(self.core.logits_row(row))
+        if token < 0:
+            what = " after bias and penalties" if drawn else ""
+            return NonFiniteLogitsError(f"the model's logits hold NaN or infinity{what}")
+        return Sampled(token)
 
     def _greedy(self, first: int, count: int) -> Ints:
-        """Argmax by arena row, of rows ``first`` on."""
+        """Greedy or drawn token by arena row, of rows ``first`` on."""
         out = np.full(first + count, -1, np.int32)
         if count:
             out[first:] = self.core.runtime.greedy(self.core.buffers, first, count)
@@ -362,14 +395,6 @@ class TranslationLoop:
         request.first_token_s = request.first_token_s or clock - request.submitted_s
         for index, delta in deltas:
             request.report(index, delta)
-
-
-def _choose(generation: Generation, row: Floats, greedy: int) -> Sampled | AtlasError:
-    if generation.needs_logits:
-        return generation.choose_safely(row)
-    if greedy < 0:
-        return NonFiniteLogitsError("the model's logits hold NaN or infinity")
-    return Sampled(greedy)
 
 
 def _search(core: TranslatorCore, request: TranslationRequest) -> BeamSearch:

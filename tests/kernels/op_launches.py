@@ -21,11 +21,15 @@ from tests.ops.cases import Case
 
 _FLOAT32 = {
     "rmsnorm": {"weight"},
+    "layernorm": {"weight", "bias"},
+    "add_positions": {"table"},
+    "top_candidates": {"logits", "values", "totals"},
     "rope": {"table"},
     "softcap": {"x", "out"},
     "argmax": {"logits"},
     "linear": {"bias"},
     "linear_add": {"bias"},
+    "linear_relu": {"bias"},
     "linear_gated": {"bias"},
     "prepare_heads": {"q_norm", "k_norm", "rope_table"},
     "attention_step": {"q_norm", "k_norm", "rope_table"},
@@ -43,12 +47,16 @@ _FLOAT32 = {
     "mamba2_prefill": {"x", "b", "c", "decay_log", "d", "dt_bias", "states", "out"},
     "moe_experts": {"weights"},
 }  # fmt: skip
-_WITHOUT_GAPS = {"weights", "weight", "conv_weight"}
+_WITHOUT_GAPS = {"weights", "weight", "conv_weight", "table", "values"}
 _OLDER = {
-    "q_norm", "k_norm", "rope_table", "slots", "block_tables", "cu_rows", "positions", "k_pool",
-    "v_pool",
+    "attention_step": {
+        "q_norm", "k_norm", "rope_table", "slots", "block_tables", "cu_rows", "positions",
+        "k_pool", "v_pool",
+    },
+    "cross_attention": {"source_tables", "cu_rows", "source_lens", "k_pool", "v_pool"},
+    "layernorm": {"weight", "bias"},
 }  # fmt: skip
-"""Arguments of ``attention_step`` that are older than the kernels right before it."""
+"""Arguments that are older than the kernels right before an op's."""
 
 
 class BenchQueue:
@@ -129,7 +137,7 @@ class OnDevice:
         if type == "float32" and stored.ndim == 1:
             wide = np.concatenate([stored, np.zeros(-len(stored) % 4, np.float32)])
         address = self.bench.memory.put(wide)
-        if self.op == "attention_step" and name in _OLDER:
+        if name in _OLDER.get(self.op, ()):
             self.bench.early(address)
         return DeviceArray(address, stored.shape, type, strides), wide, turned
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from atlas.layers.rope import no_rotation
 from atlas.ops.blocks import FORMATS, HostMatrix, quantize
 
 
@@ -280,6 +281,19 @@ def linear_add() -> Iterator[Case]:
         )
 
 
+def linear_relu() -> Iterator[Case]:
+    for n, (format, rows) in enumerate([("f32", 3), ("q4_1", 1), ("bf16", 9), ("q8_0", 130)]):
+        rng, out = _rng(43, n), _nan(rows, 40)
+        bias = None if n == 1 else _normal(rng, 40)
+        yield Case(
+            f"{format}-T{rows}",
+            (_normal(rng, rows, 64), random_matrix(rng, format, 40, 64), bias),
+            {"out": out},
+            {"out": out},
+            1e-5,
+        )
+
+
 def linear_gated() -> Iterator[Case]:
     for n, (format, activation) in enumerate(
         [("f32", "silu"), ("q4_1", "gelu_tanh"), ("q8_0", "silu")]
@@ -417,14 +431,14 @@ def cross_attention() -> Iterator[Case]:
         q, out = _strided(rng, rows, heads, dim), _nan(rows, heads, dim)
         yield Case(
             f"K{dim}-H{heads}-HK{kv_heads}-{dtype}",
-            (q, k_pool, v_pool, tables, cu_rows, lens, dim**-0.5),
+            (q, k_pool, v_pool, tables, cu_rows, 16, lens, dim**-0.5),
             {"out": out},
             {"out": out},
             1e-5,
         )
 
 
-def _candidates(case: str, logits: np.ndarray, k: int, bans: list[list[int]], exact: bool) -> Case:
+def _candidates(case: str, logits: np.ndarray, k: int, bans: list[list[int]]) -> Case:
     written = {
         "ids": np.full((len(logits), k), 99, np.int32),
         "values": _nan(len(logits), k),
@@ -432,20 +446,24 @@ def _candidates(case: str, logits: np.ndarray, k: int, bans: list[list[int]], ex
     }
     banned = np.array([token for row in bans for token in row], np.int32)
     cu_banned = np.cumsum([0, *(len(row) for row in bans)]).astype(np.int32)
-    return Case(case, (logits, banned, cu_banned), written, written, 0.0 if exact else 2e-6)
+    return Case(case, (logits, banned, cu_banned), written, written, 0.0)
 
 
 def top_candidates() -> Iterator[Case]:
     rng = _rng(22)
-    yield _candidates("k1", _normal(rng, 3, 100), 1, [[]] * 3, False)
-    yield _candidates("k32", _normal(rng, 5, 5003) * 3, 32, [[], [7, 0, 7], [], [5002], []], False)
+    yield _candidates("k1", _normal(rng, 3, 100), 1, [[]] * 3)
+    yield _candidates("k32", _normal(rng, 5, 5003) * 3, 32, [[], [7, 0, 7], [], [5002], []])
     tied = np.round(_normal(rng, 4, 1000) * 2)
     greatest = [int(i) for i in np.argsort(-tied[1], kind="stable")[:20]]
-    yield _candidates("ties", tied, 8, [[], greatest, [], [1, 2, 3]], False)
-    yield _candidates("C1", _normal(rng, 2, 1), 3, [[], [0]], True)
+    yield _candidates("ties", tied, 8, [[], greatest, [], [1, 2, 3]])
+    yield _candidates("C1", _normal(rng, 2, 1), 3, [[], [0]])
+    # Differences that are equal although the logits are not; parts of 4,096 and what they prune.
+    near = _normal(rng, 2, 9000) * np.float32(1e-7)
+    near[:, 4500] = 16
+    yield _candidates("rounded-C9000", near, 12, [[], [4500, 0, 1]])
     broken = _normal(rng, 3, 50)
     broken[0, 5], broken[1, 49], broken[2, 0] = np.nan, np.inf, -np.inf
-    yield _candidates("non-finite", broken, 4, [[]] * 3, True)
+    yield _candidates("non-finite", broken, 4, [[]] * 3)
 
 
 def prepare_heads() -> Iterator[Case]:
@@ -481,6 +499,10 @@ def attention_step() -> Iterator[Case]:
         for window, cap, dtype in ((None, None, "float32"), (300, 2.0, "float16")):
             rng = _rng(41, n, window or 0)
             yield _step_case(rng, dim, heads, kv_heads, norm, window, cap, dtype)
+    still = _step_case(_rng(41, 9), 64, 2, 2, False, None, None, "float32")
+    table = no_rotation(still.args[6].shape[0])
+    args = (*still.args[:6], table, *still.args[7:])
+    yield replace(still, id=f"{still.id}-unrotated", args=args)
 
 
 def _step_case(

@@ -196,9 +196,9 @@ def test_weights_are_shared(reference: ReferenceTranslator) -> None:
         assert ours.matrices[0] is theirs.matrices[0]
 
 
-def test_a_gpu_is_refused_by_name(reference: ReferenceTranslator) -> None:
+def test_small_heads_are_refused_by_a_gpu_by_name(reference: ReferenceTranslator) -> None:
     pytest.importorskip("atlas_kernels")
-    with pytest.raises(CapabilityError, match="translation models run on the CPU"):
+    with pytest.raises(CapabilityError, match="head_dim is 16; the CUDA kernels allow"):
         Engine(reference.directory, device="cuda", quiet=True)
 
 

@@ -120,8 +120,8 @@ class Runtime(Protocol):
         """
         ...
 
-    def buffers(self, shapes: Shapes) -> StepBuffers:
-        """A step's buffers, zeroed."""
+    def buffers(self, shapes: Shapes) -> Any:
+        """A step's buffers, zeroed: ``StepBuffers``, or ``TranslationBuffers`` by their shapes."""
         ...
 
     def pack(self, matrices: Sequence[Any], groups: int = 1) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,10 @@ class KvPools:
         """What :meth:`read` gave, into the first of these blocks."""
         for pool, part in zip(self._pools(), parts, strict=True):
             pool[blocks[: len(part)]] = part
+
+    def copies_together(self) -> AbstractContextManager[None]:
+        """A backend may put off the copies of the body to its end; this one copies at once."""
+        return nullcontext()
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy on write: one block, all layers."""

@@ -69,8 +69,7 @@ class PlainMlp:
         """Add the block's output to ``step.hidden``."""
         inner = step.inner[:, : self.up.matrices[0].rows]
         self.norm.forward(ops, step.hidden, step.normed)
-        self.up.forward(ops, step.normed, inner)
-        ops.relu(inner, out=inner)
+        self.up.forward_relu(ops, step.normed, inner)
         self.down.add_to(ops, inner, step.hidden)
 
 
@@ -179,6 +178,7 @@ class CrossAttention:
             self.v_pool,
             step.source_tables,
             step.source_cu_rows,
+            step.max_source_rows,
             step.source_lens,
             self.scale,
             out=heads(step.attended, self.num_heads),

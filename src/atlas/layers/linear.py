@@ -33,6 +33,15 @@ class Projection:
             ops.linear(x, matrix, bias, out=out[:, start:stop])
             start = stop
 
+    def forward_relu(self, ops: Any, x: Array, out: Array) -> None:
+        """Write max(x · Wᵀ + bias, 0) to ``out`` [T, N]."""
+        start = 0
+        for matrix in self.matrices:
+            stop = start + matrix.rows
+            bias = None if self.bias is None else self.bias[start:stop]
+            ops.linear_relu(x, matrix, bias, out=out[:, start:stop])
+            start = stop
+
     def add_to(self, ops: Any, x: Array, out: Array) -> None:
         """Add x · Wᵀ + bias to ``out`` [T, N]."""
         start = 0

@@ -64,11 +64,11 @@ def rope_table(config: RopeConfig, head_dim: int, max_len: int) -> Floats:
 
 
 def no_rotation(max_len: int) -> Floats:
-    """A table that leaves heads as they are, bit for bit: float32 [max_len, 2, 1].
+    """A table that leaves heads as they are, bit for bit: float32 [max_len, 2, 2].
 
-    It serves attention without position embedding.
+    It serves attention without position embedding. Two columns, since kernels rotate by pairs.
     """
-    table = np.zeros((max_len, 2, 1), np.float32)
+    table = np.zeros((max_len, 2, 2), np.float32)
     table[:, 0] = 1
     return table
 

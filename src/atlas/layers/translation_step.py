@@ -6,6 +6,7 @@ through the paged pools, not through a buffer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +29,8 @@ class EncodeShape:
 class DecodeShape:
     """A decoder's sweep: T rows of N sequences over G sources, L of them with logits.
 
-    Sequences of one source (its beams) lie side by side; none has more than ``max_rows`` rows.
+    Sequences of one source (its beams) lie side by side. No sequence has more than ``max_rows``
+    rows, and no source more than ``max_source_rows``.
     Logits go to the arena from row ``first_logits`` on.
     """
 
@@ -38,6 +40,7 @@ class DecodeShape:
     logits: int
     first_logits: int = 0
     max_rows: int = 1
+    max_source_rows: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +63,7 @@ class TranslationBuffers:
     inner : float32 [T, F]
     last_hidden : float32 [L, D]
     logits : float32 [L, C]
-    max_rows : int
+    max_rows, max_source_rows : int
         As in ``DecodeShape``; 0 in the whole buffers.
     """
 
@@ -81,6 +84,7 @@ class TranslationBuffers:
     last_hidden: Array
     logits: Array
     max_rows: int = 0
+    max_source_rows: int = 0
 
     def view(self, shape: EncodeShape | DecodeShape) -> TranslationBuffers:
         """The front of every buffer for a sweep of this shape."""
@@ -102,23 +106,25 @@ class TranslationBuffers:
         arrays: dict[str, Any] = {
             name: getattr(self, name)[by_name.get(name, rows)]
             for name in self.__slots__
-            if name != "max_rows"
+            if name not in _NUMBERS
         }
-        most = shape.max_rows if isinstance(shape, DecodeShape) else 0
-        return replace(self, **arrays, max_rows=most)
+        numbers: dict[str, Any] = {name: getattr(shape, name, 0) for name in _NUMBERS}
+        return replace(self, **arrays, **numbers)
 
 
-_INTEGERS = (
+_NUMBERS = ("max_rows", "max_source_rows")
+TRANSLATION_INPUTS = (
     "token_ids",
     "positions",
     "slots",
     "cu_rows",
-    "block_tables",
     "source_cu_rows",
-    "source_tables",
     "source_lens",
     "logits_rows",
+    "source_tables",
+    "block_tables",
 )
+"""Integers that the host writes for every sweep; a device has a copy of them."""
 
 
 def translation_buffer_shapes(
@@ -147,10 +153,10 @@ def translation_buffer_shapes(
     }
 
 
-def allocate_translation(shapes: dict[str, tuple[int, ...]]) -> TranslationBuffers:
+def allocate_translation(shapes: Mapping[str, tuple[int, ...]]) -> TranslationBuffers:
     """Zeroed buffers of these shapes; untouched pages cost no memory."""
     arrays: dict[str, Any] = {
-        name: pages.zeros(shape, np.int32 if name in _INTEGERS else np.float32)
+        name: pages.zeros(shape, np.int32 if name in TRANSLATION_INPUTS else np.float32)
         for name, shape in shapes.items()
     }
     return TranslationBuffers(**arrays)

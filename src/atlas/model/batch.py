@@ -81,21 +81,22 @@ def build(windows: Sequence[Window], first_logits: int = 0) -> Batch:
     kinds = tuple(window.kind for window in windows)
     assert kinds == tuple(sorted(kinds, reverse=True)), "step rows come before prompt rows"
     rows = np.array([len(window.token_ids) for window in windows], np.int32)
-    ends = np.cumsum(rows)
-    positions = [
-        np.arange(window.seq.seq_len, window.seq.seq_len + len(window.token_ids), dtype=np.int32)
-        for window in windows
-    ]
-    logits_rows = [
-        np.arange(end - window.num_logits, end, dtype=np.int32)
-        for window, end in zip(windows, ends, strict=True)
-    ]
+    wanted = np.array([window.num_logits for window in windows], np.int32)
+    starts = np.array([window.seq.seq_len for window in windows], np.int32)
+    ends = np.cumsum(rows, dtype=np.int32)
     return Batch(
         token_ids=np.concatenate([window.token_ids for window in windows]),
-        positions=np.concatenate(positions)[None],
+        positions=_runs(starts, rows)[None],
         seqs=[window.seq for window in windows],
         rows=rows,
         kinds=kinds,
-        logits_rows=np.concatenate(logits_rows),
+        logits_rows=_runs(ends - wanted, wanted),
         first_logits=first_logits,
     )
+
+
+def _runs(starts: Ints, counts: Ints) -> Ints:
+    """starts[0], starts[0] + 1, …: ``counts[i]`` numbers from each start on."""
+    before = np.cumsum(counts, dtype=np.int32) - counts
+    found: Ints = np.arange(counts.sum(), dtype=np.int32) + np.repeat(starts - before, counts)
+    return found

@@ -144,12 +144,9 @@ class BeamSearch:
         before = np.array([beam.log_prob for beam in self.running], np.float32)
         totals = before[:, None] + log_probs
         order = np.argsort(-totals, axis=None, kind="stable")[: self.num_candidates]
-        parents, ranks = np.divmod(order, ids.shape[1])
-        return [
-            (int(parent), int(ids[parent, rank]), totals[parent, rank])
-            for parent, rank in zip(parents, ranks, strict=True)
-            if ids[parent, rank] >= 0
-        ]
+        parents = (order // ids.shape[1]).tolist()
+        found = zip(parents, ids.ravel()[order].tolist(), totals.ravel()[order], strict=True)
+        return [candidate for candidate in found if candidate[1] >= 0]
 
     def _end(self, parent: int, token: int, log_prob: np.float32, length: int) -> None:
         """Keep an ended hypothesis if it is among the best."""

@@ -312,14 +312,12 @@ class ModelCore:
         inputs.positions[:rows] = batch.positions[0]
         inputs.logits_rows[: len(batch.logits_rows)] = batch.logits_rows
         np.cumsum(batch.rows, out=inputs.cu_rows[1 : len(batch.seqs) + 1])
-        start = 0
-        for i, (seq, count) in enumerate(zip(batch.seqs, batch.rows, strict=True)):
-            table = inputs.block_tables[i]
-            seq.native.write_block_table(table)
-            positions = batch.positions[0, start : start + count]
-            block, offset = np.divmod(positions, self.pools.block_size)
-            inputs.slots[start : start + count] = table[block] * self.pools.block_size + offset
-            start += int(count)
+        tables, size = inputs.block_tables, self.pools.block_size
+        for i, seq in enumerate(batch.seqs):
+            seq.native.write_block_table(tables[i])
+        block, offset = np.divmod(batch.positions[0], size)
+        owner = np.repeat(np.arange(len(batch.seqs)), batch.rows)
+        inputs.slots[:rows] = tables[owner, block] * size + offset
         return inputs
 
     def run_long(self, ids: Ints, seq: SequenceState, piece_rows: int) -> None:

@@ -375,7 +375,7 @@ def _position_bytes(config: ModelConfig, max_seq_len: int, backend: Backend) -> 
     """Tables of sines, for rotations or to be added; and the decoder's that rotates nothing."""
     if config.encoder is not None:
         most = max(max_seq_len, config.encoder.max_source_len)
-        return backend.table_bytes(most * config.hidden_size) + backend.table_bytes(2 * max_seq_len)
+        return backend.table_bytes(most * config.hidden_size) + backend.table_bytes(4 * max_seq_len)
     tables = [table for table in (config.rope, config.rope_local) if table is not None]
     return sum(
         backend.table_bytes(max_seq_len * (table.rotary_dim or config.head_dim)) for table in tables

@@ -1,11 +1,11 @@
-"""From an encoder-decoder's weights to a :class:`Model` on the CPU."""
+"""From an encoder-decoder's weights to a :class:`Model`."""
 
 from __future__ import annotations
 
 from atlas.architectures.translator import TranslatorBuilder
 from atlas.backends.backend import Runtime
 from atlas.cache.kv import KvPools
-from atlas.layers.translation_step import DecodeShape, EncodeShape, allocate_translation
+from atlas.layers.translation_step import DecodeShape, EncodeShape
 from atlas.model import Model
 from atlas.model.core import Limits
 from atlas.model.logits import DenseLogits
@@ -25,7 +25,7 @@ def load_translator(
     max_source_len: int,
 ) -> tuple[Model, TranslatorCore]:
     """Load the weights and tie the capability groups to them."""
-    buffers = allocate_translation(buffer_shapes)
+    buffers = runtime.buffers(buffer_shapes)
     network = builder.build_translator()
     config = builder.checkpoint.config
     core = TranslatorCore(config, network, runtime, pools, buffers, limits, max_source_len)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from atlas.model.encoded_source import EncodedSource
     from atlas.model.sequence import SequenceState
     from atlas.model.translator_core import TranslatorCore
+    from atlas.sampling_table import Draw
 
 
 class SourceDecode:
@@ -81,16 +82,16 @@ class SourceDecode:
         self._source.release()
 
 
-def sweep(core: TranslatorCore, windows: Sequence[Window]) -> None:
+def sweep(core: TranslatorCore, windows: Sequence[Window], draws: Sequence[Draw] = ()) -> None:
     """One sweep of the decoder over rows of any requests; logits go to the arena from row 0 on.
 
     Nothing advances before :func:`commit`. Blocks that were reserved when the pool ran out, or the
     sweep failed, stay with their sequences.
     """
-    with interrupts_deferred():
+    with interrupts_deferred(), core.pools.copies_together():
         for window in windows:
             core.reserve(window.seq, window.seq.seq_len + len(window.token_ids))
-    core.run(build(windows))
+    core.run(build(windows), draws)
 
 
 def commit(core: TranslatorCore, windows: Sequence[Window]) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from atlas.config import EncoderConfig, ModelConfig
     from atlas.model.batch import Batch
     from atlas.model.records import TokenIds
+    from atlas.sampling_table import Draw
 
 Floats = NDArray[np.float32]
 
@@ -207,12 +208,18 @@ class TranslatorCore(ModelCore):
         finally:
             seq.native.release()
             held.release()
-        shapes = [DecodeShape(n, n, 1, n) for n in range(1, MAX_BEAMS + 1)]
+        beams = range(1, MAX_BEAMS + 1)
+        shapes = [DecodeShape(n, n, 1, n, max_source_rows=n) for n in beams]
         self.runtime.prepare(self.network.decoder, self.buffers, shapes)
 
-    def run(self, batch: Batch) -> None:
-        """One sweep of the decoder. Sequences of one source lie side by side in ``batch``."""
+    def run(self, batch: Batch, draws: Sequence[Draw] = ()) -> None:
+        """One sweep of the decoder. Sequences of one source lie side by side in ``batch``.
+
+        ``draws``: tokens to choose by more than the greatest logit, where ``runtime.samples``.
+        """
         inputs = self._write(batch)
+        if draws:
+            self.runtime.draw(draws)
         sources, rows, source = 0, 0, None
         for seq, count in zip(batch.seqs, batch.rows.tolist(), strict=True):
             if seq.encoder is not source:
@@ -229,10 +236,16 @@ class TranslatorCore(ModelCore):
             len(batch.logits_rows),
             batch.first_logits,
             int(batch.rows.max()),
+            int(np.diff(inputs.source_cu_rows[: sources + 1]).max()),
         )
         self.last_decode = None
         self.arena.overwrite(shape.first_logits, self.runtime.logits_written(shape))
         self.runtime.run(self.network.decoder, self.buffers, shape)
+
+    def logits_row(self, row: int) -> Floats:
+        """float32 [C] of an arena row in host memory, as the last sweep left it."""
+        values: Floats = self.runtime.to_host(self.buffers.logits[row])
+        return values
 
     def top_candidates(
         self, rows: int, k: int, bans: Sequence[Sequence[int]]
@@ -252,13 +265,10 @@ class TranslatorCore(ModelCore):
             As the op ``top_candidates``: −1 and −∞ where there are fewer; NaN in a row that is not
             finite.
         """
-        ids, values = np.empty((rows, k), np.int32), np.empty((rows, k), np.float32)
-        totals = np.empty(rows, np.float32)
         banned = np.array([token for row in bans for token in row], np.int32)
         cu_banned = np.cumsum([0, *map(len, bans)]).astype(np.int32)
-        self.runtime.ops.top_candidates(
-            self.buffers.logits[:rows], banned, cu_banned, ids=ids, values=values, totals=totals
-        )
+        found = self.runtime.top_candidates(self.buffers, rows, k, banned, cu_banned)
+        ids, values, totals = found
         return ids, values - np.log(totals)[:, None]
 
     # -- sequences ----------------------------------------------------------------------------

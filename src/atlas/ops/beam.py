@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas.ops.elementary import exp32, tree_sum
 from atlas.ops.spec import op
 
 Float = NDArray[np.float32]
@@ -33,11 +34,12 @@ def top_candidates(
     values : float32 [L, k]
         Written: logit − greatest logit of the row, banned ones included; −∞ beside an id of −1.
     totals : float32 [L]
-        Written: Σ exp(logit − greatest); NaN for a row that is not finite.
+        Written: Σ exp32(logit − greatest); NaN for a row that is not finite.
 
     Notes
     -----
-    Order: the total in 16 lanes with the id ascending, then the lane tree of ``simd.sum_lanes``.
+    Order: the total is ``elementary.tree_sum``, ids ascending. The same logits give the same bits
+    on every backend, so that a search takes the same way on all of them.
     """
     k = ids.shape[1]
     for i, row in enumerate(logits):
@@ -46,7 +48,7 @@ def top_candidates(
             totals[i] = np.nan
             continue
         shifted = row - row.max()
-        totals[i] = np.exp(shifted).sum(dtype=np.float32)
+        totals[i] = tree_sum(exp32(shifted))
         allowed = np.setdiff1d(np.arange(len(row)), banned[cu_banned[i] : cu_banned[i + 1]])
         best = allowed[np.argsort(-shifted[allowed], kind="stable")[:k]]
         ids[i, : len(best)] = best

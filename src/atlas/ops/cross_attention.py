@@ -19,6 +19,7 @@ def cross_attention(
     v_pool: NDArray[np.floating],
     source_tables: Int,
     cu_rows: Int,
+    max_rows: int,
     source_lens: Int,
     scale: float,
     *,
@@ -34,7 +35,9 @@ def cross_attention(
     source_tables : int32 [G, M]
         Blocks of each source; computed once, never written again.
     cu_rows : int32 [G + 1]
-        Rows cu_rows[g] … cu_rows[g + 1] − 1 belong to source g.
+        Rows cu_rows[g] … cu_rows[g + 1] − 1 belong to source g, which may have none.
+    max_rows : int
+        No source has more rows; no result depends on it.
     source_lens : int32 [G]
         Keys of each source, at least 1.
     scale : float

@@ -21,7 +21,8 @@ def encoder_attention(
     q, k, v : float32 [T, H, K]
         Rows may be strided.
     cu_rows : int32 [N + 1]
-        Rows cu_rows[n] … cu_rows[n + 1] − 1 are sequence n; cu_rows[N] = T.
+        Rows cu_rows[n] … cu_rows[n + 1] − 1 are sequence n, which may be empty. Rows from
+        cu_rows[N] on are nobody's, and left as they are.
     scale : float
         Multiplies q · k.
     out : float32 [T, H, K]
@@ -38,6 +39,8 @@ def encoder_attention(
     """
     for n in range(len(cu_rows) - 1):
         rows = slice(cu_rows[n], cu_rows[n + 1])
+        if not len(q[rows]):
+            continue
         scores = np.einsum("thk,shk->hts", q[rows], k[rows]) * np.float32(scale)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)

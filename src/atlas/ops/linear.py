@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from atlas.ops.activation import gelu_tanh_and_mul, relu, silu_and_mul
 from atlas.ops.blocks import HostMatrix, dequantize, integers
 from atlas.ops.spec import op
 
@@ -86,6 +86,13 @@ def linear(x: Float, weight: HostMatrix, bias: Float | None = None, *, out: Floa
 def linear_add(x: Float, weight: HostMatrix, bias: Float | None = None, *, out: Float) -> None:
     """out += x · weightᵀ + bias: :func:`linear` into a residual stream."""
     out[...] = out + (product(x, weight) if bias is None else product(x, weight) + bias)
+
+
+@op
+def linear_relu(x: Float, weight: HostMatrix, bias: Float | None = None, *, out: Float) -> None:
+    """out = max(x · weightᵀ + bias, 0): the bits of :func:`linear` followed by ``relu``."""
+    linear(x, weight, bias, out=out)
+    relu(out, out=out)
 
 
 @op

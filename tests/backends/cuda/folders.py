@@ -1,4 +1,4 @@
-"""Folders of hybrid models with the least sizes that the CUDA kernels take."""
+"""Folders of hybrids and of a translator with the least sizes that the CUDA kernels take."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from safetensors.numpy import save_file
 
 from atlas.architectures.huggingface_config import config_from_huggingface
 from atlas.architectures.huggingface_names import huggingface_sources
+from atlas.architectures.m2m100 import config_from_m2m100, m2m100_sources
+from tests.kernels.launches import rounded
 
 _DELTA = {
     "hidden_size": 128,
@@ -93,5 +95,48 @@ def write_cuda_hybrid(folder: Path, family: str) -> Path:
             else:
                 values = (0.5 if "conv" in name else 0.15) * values
             tensors[name] = values.astype(np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+_TRANSLATOR = {
+    "architectures": ["M2M100ForConditionalGeneration"],
+    "model_type": "m2m_100",
+    "vocab_size": 5003,
+    "d_model": 128,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 192,
+    "decoder_ffn_dim": 136,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+
+
+def write_cuda_translator(folder: Path, **changes: object) -> Path:
+    """An M2M100 with random weights whose translations vary, and whose choices are clear."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mapping = _TRANSLATOR | changes
+    (folder / "config.json").write_text(json.dumps(mapping))
+    rng = np.random.default_rng(3)
+    config, _ = config_from_m2m100(mapping)
+    tensors = {}
+    for name, source in m2m100_sources(config, ()).items():
+        values = rng.standard_normal(source.shape)
+        if name == "final_norm":
+            values = 3.0 + values
+        elif name.endswith("_norm"):
+            values = 1.0 + 0.2 * values
+        elif name == "embedding":
+            values = 0.1 * values
+        else:
+            values = 0.15 * values
+        tensors[source.tensors[0]] = rounded(values, "bf16")  # as the GPU has them
     save_file(tensors, folder / "model.safetensors")
     return folder

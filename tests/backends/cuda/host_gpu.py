@@ -27,7 +27,8 @@ from tests.kernels.launches import decode, encode
 from tests.native.test_cuda_launch import LAUNCH
 
 Array = np.ndarray[Any, Any]
-_KERNELS = ("", "feed_tokens", "cast_f32_bf16", "cast_f16_bf16", "copy_slot")
+_KERNELS = ("", "feed_tokens", "cast_f32_bf16", "cast_f16_bf16", "copy_slot", "copy_blocks")
+_ARGUMENTS = (("x", "ptr"), ("out", "ptr"), ("count", "i64"), ("size", "i64"))
 
 
 class _Names:
@@ -232,6 +233,9 @@ class HostGpu:
         """The kernels that are launched by name: casts while loading, and ``feed_tokens``."""
         words = [int.from_bytes(ctypes.string_at(pointers[i], 8), "little") for i in range(3)]
         name = _KERNELS[function]
+        if name == "copy_blocks":
+            size = int.from_bytes(ctypes.string_at(pointers[3], 8), "little")
+            return self._copy_blocks(*config.contents.grid[:2], *words, size)
         if name == "copy_slot":
             return self._copy_slot(config.contents.grid[0], *words)
         if name.startswith("cast"):
@@ -247,6 +251,16 @@ class HostGpu:
         most = int((-2 - ids[rows]).max(initial=0)) + 1
         chosen = np.ctypeslib.as_array((ctypes.c_int32 * most).from_address(words[1]))
         ids[rows] = chosen[-2 - ids[rows]]
+        return 0
+
+    def _copy_blocks(
+        self, count: int, num_pools: int, pools: int, table: int, pool_bytes: int, size: int
+    ) -> int:
+        self.log.append("copy_blocks")
+        pairs = np.ctypeslib.as_array((ctypes.c_int32 * (2 * count)).from_address(table))
+        for source, target in pairs.reshape(-1, 2).tolist():
+            for pool in range(pools, pools + num_pools * pool_bytes, pool_bytes):
+                ctypes.memmove(pool + target * size, pool + source * size, size)
         return 0
 
     def _copy_slot(self, num_pools: int, table: int, source: int, target: int) -> int:
@@ -273,9 +287,9 @@ class HostKernels:
         self.asked += names
 
     def __getitem__(self, name: str) -> Any:
-        arguments = (("x", "ptr"), ("out", "ptr"), ("count", "i64"))
+        count = 4 if name == "copy_blocks" else 3
         info = SimpleNamespace(
-            arguments=arguments, threads=128, dynamic_shared_bytes=0, cluster=1, name=name
+            arguments=_ARGUMENTS[:count], threads=128, dynamic_shared_bytes=0, cluster=1, name=name
         )
         return SimpleNamespace(info=info, module=1, function=_KERNELS.index(name))
 

@@ -19,6 +19,7 @@ def cross_attention(
     v_pool: Array,
     source_tables: Array,
     cu_rows: Array,
+    max_rows: int,
     source_lens: Array,
     scale: float,
     *,

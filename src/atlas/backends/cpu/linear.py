@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atlas.backends.cpu.activation import gelu_tanh_and_mul, silu_and_mul
+from atlas.backends.cpu.activation import gelu_tanh_and_mul, relu, silu_and_mul
 from atlas.backends.cpu.device import Args, Array, Queue, address
 from atlas.backends.cpu.pack import PackedMatrix
 from atlas.ops.check import match_dims
@@ -20,6 +20,13 @@ def linear_add(
     queue: Queue, x: Array, weight: PackedMatrix, bias: Array | None = None, *, out: Array
 ) -> None:
     _product(queue, x, weight, bias, out, accumulate=1)
+
+
+def linear_relu(
+    queue: Queue, x: Array, weight: PackedMatrix, bias: Array | None = None, *, out: Array
+) -> None:
+    linear(queue, x, weight, bias, out=out)
+    relu(queue, out, out=out)
 
 
 def linear_gated(

@@ -20,11 +20,13 @@ from atlas.cache.recurrent import RecurrentPools, SlotCounts, allocate_recurrent
 from atlas.config import ModelConfig
 from atlas.layers.network import Network, Replay
 from atlas.layers.step import Array, StepBuffers, StepShape, allocate
+from atlas.layers.translation_step import TranslationBuffers, allocate_translation
 from atlas.model.step_result import FinishedStep, StepResult
 from atlas.ops.blocks import HostMatrix
 from atlas.ops.select import bind, implementations, takes_queue, with_queue
 
 Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
 Sweep = Network | Replay
 
 _RECORDED = 64  # shapes kept; a list is about 60 KB for 30 layers
@@ -90,9 +92,9 @@ class CpuRuntime:
         """The pools of recurrent state, zeroed; None without recurrent layers."""
         return allocate_recurrent(config, counts)
 
-    def buffers(self, shapes: Shapes) -> StepBuffers:
-        """A step's buffers, zeroed."""
-        return allocate(shapes)
+    def buffers(self, shapes: Shapes) -> Any:
+        """A step's buffers, zeroed; those of an encoder-decoder where the shapes are its own."""
+        return allocate_translation(shapes) if "source_tables" in shapes else allocate(shapes)
 
     def place(self, values: Array) -> Array:
         """The values themselves: bodies read them where they are."""
@@ -161,6 +163,17 @@ class CpuRuntime:
         out = np.empty(count, np.int32)
         self.ops.argmax(buffers.logits[first : first + count], out=out)
         return out
+
+    def top_candidates(
+        self, buffers: TranslationBuffers, rows: int, k: int, banned: Ints, cu_banned: Ints
+    ) -> tuple[Ints, Floats, Floats]:
+        """The op's ids, values and totals of arena rows 0 … rows − 1."""
+        ids, values = np.empty((rows, k), np.int32), np.empty((rows, k), np.float32)
+        totals = np.empty(rows, np.float32)
+        self.ops.top_candidates(
+            buffers.logits[:rows], banned, cu_banned, ids=ids, values=values, totals=totals
+        )
+        return ids, values, totals
 
     def to_host(self, array: Array) -> Array:
         """The array itself, which is in host memory."""

@@ -8,18 +8,10 @@ library. Files named like those of ``atlas.ops`` compute launches; the others ar
 - ``launch``: the queue that ops write to; ``graph``: its lists, captured
 - ``module``: compiled kernels on the device; ``loading``: weights through pinned buffers
 - ``pools``: the paged KV pools; ``runtime``: what a model calls; ``backend``: what a load calls
+- ``translation``: the runtime of encoder-decoders; ``candidates``: what beam search asks of logits
 """
 
 from __future__ import annotations
 
-NOT_OFFERED: frozenset[str] = frozenset(
-    {
-        "add_positions",
-        "cross_attention",
-        "encoder_attention",
-        "layernorm",
-        "relu",
-        "top_candidates",
-    }
-)
+NOT_OFFERED: frozenset[str] = frozenset()
 """Ops without a kernel here; a model that needs one is refused by name when it is loaded."""

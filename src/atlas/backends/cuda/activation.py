@@ -33,11 +33,19 @@ def gelu_tanh_and_mul(queue: Queue, gate_up: DeviceArray, *, out: DeviceArray) -
     _gated(queue, "gelu_tanh_and_mul", gate_up, out)
 
 
-def relu_squared(queue: Queue, x: DeviceArray, *, out: DeviceArray) -> None:
+def _alone(queue: Queue, name: str, x: DeviceArray, out: DeviceArray) -> None:
     sizes = match_dims("T F", x, "T F", out)
     type, suffix = activation_type(x, out), row_suffix(sizes["F"], _WIDTH, x, out)
     args = (x, out, sizes["F"], x.strides[0], out.strides[0])
-    queue.launch(f"relu_squared_{type}{suffix}", _grid(sizes["T"], sizes["F"], suffix), args)
+    queue.launch(f"{name}_{type}{suffix}", _grid(sizes["T"], sizes["F"], suffix), args)
+
+
+def relu_squared(queue: Queue, x: DeviceArray, *, out: DeviceArray) -> None:
+    _alone(queue, "relu_squared", x, out)
+
+
+def relu(queue: Queue, x: DeviceArray, *, out: DeviceArray) -> None:
+    _alone(queue, "relu", x, out)
 
 
 def sigmoid_gate(queue: Queue, x: DeviceArray, gate: DeviceArray, *, out: DeviceArray) -> None:

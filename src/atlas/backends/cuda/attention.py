@@ -37,7 +37,7 @@ _PARTIAL_BYTES = 96 << 20  # of scratch for partial results; beyond it one worke
 
 
 @dataclass(frozen=True, slots=True)
-class _Heads:
+class Heads:
     """Sizes of a call: rows, query and KV heads, dimensions of a head."""
 
     rows: int
@@ -142,11 +142,11 @@ def attention_step(
             queue, q, k, v, q_norm, k_norm, norm_eps, positions, rope_table, slots,
             k_pool=k_pool, v_pool=v_pool,
         )  # fmt: skip
-    at_once = _sequences_at_once(sizes, max_rows)
+    at_once = sequences_at_once(sizes, max_rows)
     for first in range(0, seqs, at_once):
         part = slice(first, first + at_once)
         tables, own_rows = block_tables[part], cu_rows[first : first + at_once + 1]
-        sweep = _sweep(queue, sizes, max_rows, tile, tables, window)
+        sweep = share_sweep(queue, sizes, max_rows, tile, tables, window)
         heads: Args = (sizes.heads, sizes.kv_heads)
         pools: Args = (k_pool, v_pool, out, tables, own_rows, positions, *sweep.scratch)
         if is_fused:
@@ -161,7 +161,7 @@ def attention_step(
 
 
 @dataclass(frozen=True, slots=True)
-class _Sweep:
+class Sweep:
     """How a sweep over keys is shared out: grid, scratch, and the numbers that tell of them."""
 
     grid: tuple[int, int]
@@ -169,25 +169,25 @@ class _Sweep:
     numbers: tuple[int, int, int, int]
 
 
-def _step_tile(sizes: _Heads, max_rows: int) -> int:
+def _step_tile(sizes: Heads, max_rows: int) -> int:
     """Query rows of a thread block."""
     is_wide = max_rows * sizes.group > 16 or max_rows > fresh_rows(sizes.dim, 16)
     return 32 if is_wide and sizes.dim <= 128 else 16
 
 
-def _result_bytes(sizes: _Heads, max_rows: int) -> int:
+def _result_bytes(sizes: Heads, max_rows: int) -> int:
     """Partial results of a split of one sequence."""
     return max_rows * sizes.heads * (sizes.dim + 2) * 4
 
 
-def _sequences_at_once(sizes: _Heads, max_rows: int) -> int:
+def sequences_at_once(sizes: Heads, max_rows: int) -> int:
     """As many as the partial results of two splits of each have room for."""
     return max(1, _PARTIAL_BYTES // (2 * _result_bytes(sizes, max_rows)))
 
 
-def _sweep(
-    queue: Queue, sizes: _Heads, max_rows: int, tile: int, tables: DeviceArray, window: int | None
-) -> _Sweep:
+def share_sweep(
+    queue: Queue, sizes: Heads, max_rows: int, tile: int, tables: DeviceArray, window: int | None
+) -> Sweep:
     """Workers beyond the splits of a sequence end at once; one that has all of them keeps a running
     result, for which two places are enough."""
     (seqs, blocks), rows = tables.shape, max_rows * sizes.group
@@ -204,7 +204,7 @@ def _sweep(
     counters = queue.scratch(columns * 4, zeroed=True)
     sums = partials + results * sizes.dim * 4
     numbers = (max_rows, room, window or 0, blocks)
-    return _Sweep((columns, workers), (partials, sums, counters), numbers)
+    return Sweep((columns, workers), (partials, sums, counters), numbers)
 
 
 def attention_prefill(
@@ -221,7 +221,7 @@ def attention_prefill(
     *,
     out: DeviceArray,
 ) -> None:
-    sizes = _pools_of(q, k_pool, v_pool)
+    sizes = pools_of(q, k_pool, v_pool)
     seqs, dim = _check_tables(q, block_tables, cu_rows, positions, out), sizes.dim
     tables: Args = (out, block_tables, cu_rows, positions, sizes.heads, sizes.kv_heads)
     strides = (block_tables.shape[1], q.strides[0], out.strides[0])
@@ -243,7 +243,8 @@ def _pool_map(queue: Queue, pool: DeviceArray) -> int:
     return queue.tensor_map(pool, (1, 2, 2, 8, 64), shape=shape, strides=(4096, 2048, 128, 256))
 
 
-def _pools_of(q: DeviceArray, k_pool: DeviceArray, v_pool: DeviceArray) -> _Heads:
+def pools_of(q: DeviceArray, k_pool: DeviceArray, v_pool: DeviceArray) -> Heads:
+    """Checks queries and pools; the sizes of the call."""
     rows, heads, dim = q.shape
     kv_heads = k_pool.shape[1]
     match("bfloat16", f"B {kv_heads} {BLOCK_LEN} {dim}", k_pool, "B HK S K", v_pool)
@@ -251,7 +252,7 @@ def _pools_of(q: DeviceArray, k_pool: DeviceArray, v_pool: DeviceArray) -> _Head
         raise ShapeError(f"pools {k_pool} and {v_pool}; allowed: contiguous and of one shape")
     require(heads % kv_heads == 0, "heads / kv_heads", f"{heads} / {kv_heads}", "whole numbers")
     require(dim in STEP_DIMS, "head_dim", dim, ", ".join(map(str, STEP_DIMS)))
-    return _Heads(rows, heads, kv_heads, dim)
+    return Heads(rows, heads, kv_heads, dim)
 
 
 def _check_pools(
@@ -261,7 +262,7 @@ def _check_pools(
     slots: DeviceArray,
     k_pool: DeviceArray,
     v_pool: DeviceArray,
-) -> _Heads:
+) -> Heads:
     rows, heads, dim = q.shape
     kv_heads = k_pool.shape[1]
     match(q.dtype, "T H K", q, f"{rows} {kv_heads} {dim}", k, f"{rows} {kv_heads} {dim}", v)
@@ -270,7 +271,7 @@ def _check_pools(
     require_contiguous_rows(q=q, k=k, v=v)
     if k_pool.shape != v_pool.shape or not (k_pool.is_contiguous and v_pool.is_contiguous):
         raise ShapeError(f"pools {k_pool} and {v_pool}; allowed: contiguous and of one shape")
-    return _Heads(rows, heads, kv_heads, dim)
+    return Heads(rows, heads, kv_heads, dim)
 
 
 def _check_tables(
@@ -282,9 +283,15 @@ def _check_tables(
 ) -> int:
     """Checks what attention reads and writes; the number of sequences."""
     match("bfloat16", "T H K", q, "T H K", out)
-    seqs = match("int32", "N M", block_tables)["N"]
-    match("int32", f"{seqs + 1}", cu_rows, f"{len(q)}", positions)
+    match("int32", f"{len(q)}", positions)
     require_contiguous_rows(q=q, out=out)
+    return require_tables(block_tables, cu_rows)
+
+
+def require_tables(block_tables: DeviceArray, cu_rows: DeviceArray) -> int:
+    """Checks the tables of a call's sequences; their number."""
+    seqs = match("int32", "N M", block_tables)["N"]
+    match("int32", f"{seqs + 1}", cu_rows)
     if not block_tables.is_contiguous:
         raise ShapeError(f"block tables {block_tables} must be contiguous")
     return seqs

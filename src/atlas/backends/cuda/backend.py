@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from atlas.backends.backend import Shapes
-from atlas.backends.cuda import NOT_OFFERED
+from atlas.backends.cuda.block_copies import COPY_BYTES
 from atlas.backends.cuda.buffers import buffer_bytes
 from atlas.backends.cuda.device import CudaDevice
 from atlas.backends.cuda.loading import Loader
@@ -17,7 +17,7 @@ from atlas.backends.cuda.pack import MatrixLayout, layout
 from atlas.backends.cuda.pools import pool_bytes
 from atlas.backends.cuda.recurrent_pools import recurrent_pool_bytes
 from atlas.backends.cuda.runtime import SCRATCH_BYTES, ZEROED_BYTES, CudaRuntime
-from atlas.errors import CapabilityError
+from atlas.backends.cuda.translation import TranslatorRuntime
 
 if TYPE_CHECKING:
     from atlas.cache.recurrent import SlotCounts
@@ -57,11 +57,6 @@ class CudaBackend:
         self._device: CudaDevice | None = None
 
     def require_support(self, config: ModelConfig) -> None:
-        if config.encoder is not None:
-            missing = ", ".join(sorted(NOT_OFFERED))
-            raise CapabilityError(
-                f"translation models run on the CPU; the CUDA kernels have no {missing}"
-            )
         require_support(config)
 
     def matrix_format(self, format: str, cols: int, groups: int) -> str:
@@ -89,7 +84,7 @@ class CudaBackend:
         return joins_shared_expert(config, formats)
 
     def buffer_bytes(self, shapes: Shapes) -> int:
-        workspace = aligned(SCRATCH_BYTES) + aligned(ZEROED_BYTES)
+        workspace = aligned(SCRATCH_BYTES) + aligned(ZEROED_BYTES) + COPY_BYTES
         return buffer_bytes(shapes) + workspace + Loader.device_bytes() + _ALIGNMENT_SLACK
 
     def free_memory(self) -> int:
@@ -100,7 +95,8 @@ class CudaBackend:
         device = self._opened()
         self._device = None  # the runtime closes it
         device.kernels.on_compile = on_compile
-        return CudaRuntime(device, plan.memory.weights)
+        kind = TranslatorRuntime if plan.max_source_len else CudaRuntime
+        return kind(device, plan.memory.weights)
 
     def close(self) -> None:
         """Give the device back where no runtime has taken it over; idempotent."""

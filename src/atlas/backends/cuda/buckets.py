@@ -45,15 +45,15 @@ def _decode_bucket(shape: StepShape) -> StepShape:
 
 
 def _mixed_bucket(shape: StepShape) -> StepShape:
-    step_seqs = _next_power(shape.step_seqs) if shape.step_seqs else 0
+    step_seqs = next_power(shape.step_seqs) if shape.step_seqs else 0
     step_rows = step_seqs * shape.max_step_rows
     logits = shape.logits
     if shape.first_logits == 0 and logits and step_seqs:
-        logits = _next_power(logits)
+        logits = next_power(logits)
     return replace(
         shape,
         rows=padded_rows(step_rows + shape.rows - shape.step_rows),
-        seqs=step_seqs + _next_power(shape.seqs - shape.step_seqs),
+        seqs=step_seqs + next_power(shape.seqs - shape.step_seqs),
         logits=logits,
         step_rows=step_rows,
         step_seqs=step_seqs,
@@ -69,5 +69,6 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _next_power(number: int) -> int:
+def next_power(number: int) -> int:
+    """The least power of two that is not below a number."""
     return 1 << (number - 1).bit_length()

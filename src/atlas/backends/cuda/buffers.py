@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from atlas.backends.backend import Shapes
 from atlas.backends.cuda.array import ITEM_BYTES, DeviceArray
-from atlas.backends.cuda.inputs import InputLayout
+from atlas.backends.cuda.candidates import candidates_bytes
+from atlas.backends.cuda.inputs import InputLayout, input_names, is_translation
 from atlas.backends.cuda.memory import Arena, aligned
 from atlas.backends.cuda.sampling import table_bytes
 from atlas.errors import InvalidArgumentError
-from atlas.layers.step import INPUTS
 
 if TYPE_CHECKING:
     from atlas.backends.cuda.device import CudaDevice
@@ -24,7 +24,7 @@ _ROW_ALIGNMENT = 16  # bytes: rows are read and written by vectors of this size
 
 
 def element_type(name: str) -> str:
-    """The type of a buffer of ``StepBuffers``."""
+    """The type of a buffer of ``StepBuffers`` or ``TranslationBuffers``."""
     if name == "expert_ids":
         return "int32"
     return "float32" if name in _FLOAT32 else "bfloat16"
@@ -49,8 +49,11 @@ def buffer_bytes(shapes: Shapes) -> int:
     """Bytes of the arena that ``CudaRuntime.buffers`` takes."""
     total = aligned(InputLayout(shapes).nbytes) + aligned(4 * shapes["logits"][0])
     total += table_bytes(shapes["block_tables"][0])
+    if is_translation(shapes):
+        total += candidates_bytes(shapes)
+    inputs = input_names(shapes)
     for name, shape in shapes.items():
-        if name in INPUTS:
+        if name in inputs:
             continue
         total += aligned(ITEM_BYTES[element_type(name)] * prod(padded_shape(name, shape)))
     return total

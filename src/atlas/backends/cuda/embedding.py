@@ -1,4 +1,4 @@
-"""Token embedding and row selection: launches."""
+"""Token embedding, positions that are added to it, and row selection: launches."""
 
 from __future__ import annotations
 
@@ -27,6 +27,27 @@ def embedding(
         name, width = f"embedding_bf16_{type}{suffix}", 1 if suffix else _WIDTH
     args = (ids, table.data, out, dim, table.layout.row_bytes, out.strides[0], scale)
     queue.launch(name, (rows, -(-dim // (_THREADS * width))), args)
+
+
+def add_positions(
+    queue: Queue,
+    x: DeviceArray,
+    ids: DeviceArray,
+    positions: DeviceArray,
+    table: DeviceArray,
+    padding_id: int,
+    *,
+    out: DeviceArray,
+) -> None:
+    rows, dim = match_dims("T D", x, "T D", out).values()
+    match("int32", f"{rows}", ids, f"{rows}", positions)
+    match("float32", f"P {dim}", table)
+    if not table.is_contiguous:
+        raise ShapeError(f"table {table} must be contiguous")
+    type, suffix = activation_type(x, out), row_suffix(dim, _WIDTH, x, out, table)
+    args = (x, ids, positions, table, out, dim, padding_id, x.strides[0], out.strides[0])
+    grid = (rows, -(-dim // (_THREADS * (1 if suffix else _WIDTH))))
+    queue.launch(f"add_positions_{type}{suffix}", grid, args)
 
 
 def gather_rows(queue: Queue, x: DeviceArray, rows: DeviceArray, *, out: DeviceArray) -> None:

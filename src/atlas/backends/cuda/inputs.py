@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.memory import PinnedMemory
 from atlas.layers.step import INPUTS, StepShape
+from atlas.layers.translation_step import TRANSLATION_INPUTS
 
 if TYPE_CHECKING:
     from atlas.backends.cuda.device import CudaDevice
@@ -41,17 +42,28 @@ def fed(source_rows: Ints) -> Ints:
     return np.asarray(-2 - source_rows, np.int32)
 
 
+def is_translation(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether the shapes are those of ``TranslationBuffers``."""
+    return "source_tables" in shapes
+
+
+def input_names(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """The buffers of integers that the host writes."""
+    return TRANSLATION_INPUTS if is_translation(shapes) else INPUTS
+
+
 class InputLayout:
     """Where each array of integers lies: block tables last, since a step copies its own rows only.
 
     Parameters
     ----------
     shapes : mapping of str to tuple of int
-        Of ``StepBuffers``; those that are not inputs are left out.
+        Of ``StepBuffers`` or ``TranslationBuffers``; those that are not inputs are left out.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        names = [name for name in INPUTS if name in shapes and name != "block_tables"]
+        inputs = input_names(shapes)
+        names = [name for name in inputs if name in shapes and name != "block_tables"]
         self.shapes = {name: shapes[name] for name in (*names, "block_tables")}
         self.offsets: dict[str, int] = {}
         self.nbytes = 0

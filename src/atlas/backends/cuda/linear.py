@@ -36,7 +36,7 @@ _GATES = {"silu": 0, "gelu_tanh": 1}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Epilogue:
-    """What follows the sums, in this order: bias, residual, or bias and gate; then one rounding.
+    """What follows the sums: bias, then residual, ReLU or gate; then one rounding.
 
     ``gate`` is a key of ``_GATES``: the matrix holds [gate; up], ``out`` has half its columns.
     """
@@ -44,6 +44,7 @@ class Epilogue:
     bias: DeviceArray | None = None
     residual: DeviceArray | None = None
     gate: str | None = None
+    relu: bool = False
 
 
 def linear(
@@ -69,6 +70,23 @@ def linear_add(
     _check(x, weight, bias, out, weight.rows)
     match("bfloat16", "T N", out)
     _product(queue, x, weight, Epilogue(bias, residual=out), out)
+
+
+def linear_relu(
+    queue: Queue,
+    x: DeviceArray,
+    weight: DeviceMatrix,
+    bias: DeviceArray | None = None,
+    *,
+    out: DeviceArray,
+) -> None:
+    _check(x, weight, bias, out, weight.rows)
+    match("bfloat16", "T N", out)
+    if len(out) <= STEP_ROWS:
+        step_product(queue, x, weight, Epilogue(bias, relu=True), out)
+        return
+    _product(queue, x, weight, Epilogue(bias), out)
+    gates.relu(queue, out, out=out)
 
 
 def linear_gated(
@@ -155,7 +173,9 @@ def step_product(
         out, n, k, m,
     )  # fmt: skip
     strides = (0 if residual is None else residual.strides[0], out.strides[0])
-    option = _GATES[epilogue.gate] if epilogue.gate is not None else int(is_f32)
+    option = 2 if epilogue.relu else int(is_f32)
+    if epilogue.gate is not None:
+        option = _GATES[epilogue.gate]
     if weight.format == "bf16" and queue.device.arch == "sm_90a":
         name = variant(n, m, gated=gated)
         tile = TILES[name]

@@ -1,4 +1,4 @@
-"""RMS normalisation: launches."""
+"""RMS and layer normalisation: launches."""
 
 from __future__ import annotations
 
@@ -38,6 +38,23 @@ def gated_rmsnorm(
     args += (gate.strides[0], 0 if sizes["W"] == group_size else 4 * group_size, out.strides[0])
     grid = (sizes["T"], -(-groups // _HEADS_PER_BLOCK))
     queue.launch(f"gated_rmsnorm_{variant}", grid, (*args, eps))
+
+
+def layernorm(
+    queue: Queue,
+    x: DeviceArray,
+    weight: DeviceArray,
+    bias: DeviceArray,
+    eps: float,
+    *,
+    out: DeviceArray,
+) -> None:
+    sizes = match_dims("T D", x, "D", weight, "D", bias, "T D", out)
+    match("float32", "D", weight, "D", bias)
+    dim = sizes["D"]
+    variant = activation_type(x, out) + row_suffix(dim, _WIDTH, x, out, weight, bias)
+    args: Args = (x, weight, bias, out, dim, x.strides[0], out.strides[0], eps)
+    queue.launch(f"layernorm_{variant}", (sizes["T"], 1), args)
 
 
 def rmsnorm(

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from atlas_kernels.attention_plan import STEP_DIMS
 
+from atlas.backends.cuda.candidates import MAX_CANDIDATES
 from atlas.backends.cuda.check import require
+from atlas.model.records import MAX_BEAMS
 
 if TYPE_CHECKING:
-    from atlas.config import GatedDeltaConfig, Mamba2Config, ModelConfig, MoeConfig
+    from atlas.config import EncoderConfig, GatedDeltaConfig, Mamba2Config, ModelConfig, MoeConfig
 
 DELTA_DIMS = (64, 128)
 STATE_SIZES = (64, 128, 256)
@@ -29,6 +31,8 @@ def require_support(config: ModelConfig) -> None:
         _require_mamba(config.mamba2)
     if config.moe is not None:
         _require_experts(config, config.moe)
+    if config.encoder is not None:
+        _require_encoder(config, config.encoder)
 
 
 def joins_shared_expert(config: ModelConfig, formats: Mapping[str, str]) -> bool:
@@ -66,6 +70,13 @@ def _require_experts(config: ModelConfig, moe: MoeConfig) -> None:
     width, inner = moe.latent_size or config.hidden_size, moe.intermediate_size
     require(width % _WIDTH == 0, "the experts' input size", width, f"multiples of {_WIDTH}")
     require(inner % _INNER_WIDTH == 0, "an expert's inner size", inner, "multiples of 64")
+
+
+def _require_encoder(config: ModelConfig, encoder: EncoderConfig) -> None:
+    dim, ends = config.hidden_size // encoder.num_heads, len(config.eos_token_ids)
+    require(dim in STEP_DIMS, "the encoder's head_dim", dim, _words(STEP_DIMS))
+    most = MAX_CANDIDATES // MAX_BEAMS - 1
+    require(ends <= most, "the number of end tokens", ends, f"up to {most}, for wide searches")
 
 
 def _words(numbers: tuple[int, ...]) -> str:

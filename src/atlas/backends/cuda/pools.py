@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.backends.cuda.array import DeviceArray
+from atlas.backends.cuda.block_copies import COPY_BYTES, BlockCopies
 from atlas.backends.cuda.memory import Arena, PinnedMemory, aligned
 from atlas.cache.kv import BLOCK_SIZE
 
@@ -32,16 +34,19 @@ class CudaKvPools:
 
     S tokens a block; without attention layers blocks hold nothing.
 
-    The host sees blocks as uint16 [HK, S, K]. Copies run on the device's stream, so they follow the
-    steps launched before and precede those launched after.
+    ``nbytes`` are those of all pools. The host sees blocks as uint16 [HK, S, K]. Copies run on the
+    device's stream, so they follow the steps launched before and precede those launched after.
     """
 
     dtype = "bfloat16"
 
     def __init__(self, device: CudaDevice, config: ModelConfig, num_blocks: int) -> None:
         self._device = device
-        self._arena = Arena(device, pool_bytes(config, num_blocks), "the KV cache")
+        self.nbytes = pool_bytes(config, num_blocks)
+        self._arena = Arena(device, self.nbytes + COPY_BYTES, "the KV cache")
         self._staging: PinnedMemory | None = None
+        self._copies: BlockCopies | None = None
+        self._copies_wait = False
         self.num_blocks = num_blocks
         self.block_size = BLOCK_SIZE
         self._part = (config.num_kv_heads, BLOCK_SIZE, config.head_dim)
@@ -50,16 +55,16 @@ class CudaKvPools:
         # Zeroed: a masked key's weight is 0, and 0 times what memory held before may be NaN.
         self.keys = tuple(self._arena.take(shape, self.dtype, zero=True) for _ in layers)
         self.values = tuple(self._arena.take(shape, self.dtype, zero=True) for _ in layers)
+        if layers:  # pools of one size follow each other
+            size = aligned(self.keys[0].nbytes)
+            self._copies = BlockCopies(
+                device, self._arena, self.keys[0], 2 * len(layers), size, self._part_bytes
+            )
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block index over all layers, K and V."""
         return 2 * len(self.keys) * self._part_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pools."""
-        return self._arena.nbytes
 
     @property
     def block_parts(self) -> tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]:
@@ -108,16 +113,33 @@ class CudaKvPools:
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy on write: one block, all layers."""
-        self._device.enter()
-        size = self._part_bytes
-        for pool in self._pools():
-            self._device.copy(pool.address + target * size, pool.address + source * size, size)
+        if self._copies is None:
+            return  # blocks hold nothing
+        self._copies.add(source, target)
+        if not self._copies_wait:
+            self._copies.flush()
+
+    @contextmanager
+    def copies_together(self) -> Iterator[None]:
+        """Copies that the body asks for are one launch at its end, whether or not it raises.
+
+        No block may be written, or copied, twice, or both.
+        """
+        self._copies_wait = True
+        try:
+            yield
+        finally:
+            self._copies_wait = False
+            if self._copies is not None:
+                self._copies.flush()
 
     def close(self) -> None:
         """Free the pools; idempotent."""
         if self._staging is not None:
             self._staging.close()
             self._staging = None
+        if self._copies is not None:
+            self._copies.close()
         self._arena.close()
 
     @property

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from atlas.backends.backend import Shapes
 from atlas.backends.cpu.compiler import BodyCompiler
 from atlas.backends.cuda.array import DeviceArray
+from atlas.backends.cuda.block_copies import BlockCopies
 from atlas.backends.cuda.buckets import PROMPT_SIZES, bucket
 from atlas.backends.cuda.buffers import buffer_bytes, read_array, take_rows
 from atlas.backends.cuda.device import CudaDevice
@@ -30,8 +31,7 @@ from atlas.backends.cuda.recurrent_pools import CudaRecurrentPools
 from atlas.backends.cuda.sampling import Sampling
 from atlas.backends.cuda.teardown import OwnStream, RecordedStep, Teardown
 from atlas.errors import AtlasError
-from atlas.layers.network import Network, Replay
-from atlas.layers.step import INPUTS, StepBuffers, StepShape
+from atlas.layers.step import StepBuffers
 from atlas.model.records import PADDED_BATCH_SIZES
 from atlas.ops.blocks import HostMatrix
 from atlas.ops.select import bind, implementations, takes_queue
@@ -41,10 +41,9 @@ if TYPE_CHECKING:
     from atlas.config import ModelConfig
     from atlas.model.circuit import ForwardKind
     from atlas.model.step_result import StepResult
-    from atlas.sampling_table import Draw
+    from atlas.sampling_table import Draw, SamplingTable
 
 Ints = NDArray[np.int32]
-Sweep = Network | Replay
 SCRATCH_BYTES = 128 << 20
 ZEROED_BYTES = 1 << 20
 _RECORDED = 128  # shapes kept
@@ -87,11 +86,11 @@ class CudaRuntime:
         self.device = device
         self.kind: ForwardKind = "graphed"
         self._teardown = Teardown(device)
-        self._recorded: OrderedDict[tuple[object, StepShape], RecordedStep]
+        self._recorded: OrderedDict[tuple[object, object], RecordedStep]
         self._recorded = self._teardown.recorded
         self._regions: list[InputRegion] = []
         self._turn = 0
-        self._by_name = {"feed_tokens"}  # kernels that no list holds
+        self._by_name = {"feed_tokens", BlockCopies.kernel}  # kernels that no list holds
         # An engine that is dropped gives its memory back too; at exit the process does.
         weakref.finalize(self, self._teardown.close).atexit = False
         try:
@@ -148,16 +147,21 @@ class CudaRuntime:
         self._by_name.add(pools.kernel)
         return pools
 
-    def buffers(self, shapes: Shapes) -> StepBuffers:
+    def buffers(self, shapes: Shapes) -> Any:
         """A step's buffers, zeroed, with two pinned regions for its integers."""
+        arrays, _ = self._allocate(shapes)
+        return StepBuffers(**arrays)
+
+    def _allocate(self, shapes: Shapes) -> tuple[dict[str, Any], Arena]:
+        """The buffers by name, and the arena that holds them."""
         device = self.device
         layout = InputLayout(shapes)
         arena = self._own(Arena(device, buffer_bytes(shapes), "buffers"))
         self._mirror = arena.take((layout.nbytes,), "uint8", zero=True)
         self._input_layout = layout
-        arrays = layout.device_views(self._mirror)
+        arrays: dict[str, Any] = dict(layout.device_views(self._mirror))
         for name, shape in shapes.items():
-            if name not in INPUTS:
+            if name not in layout.shapes:
                 arrays[name] = take_rows(arena, name, shape)
         max_logits = shapes["logits"][0]
         self._chosen = arena.take((max_logits,), "int32", zero=True)
@@ -168,8 +172,7 @@ class CudaRuntime:
             Sampling(device, arena, shapes["block_tables"][0], arrays, self._chosen)
         )
         self.ops = bind(self.functions, Queue(device, self.workspace))
-        named: dict[str, Any] = dict(arrays)
-        return StepBuffers(**named)
+        return arrays, arena
 
     def pack(self, matrices: Sequence[HostMatrix], groups: int = 1) -> Any:
         """Stack matrices of one format on the device."""
@@ -180,7 +183,7 @@ class CudaRuntime:
         placed: DeviceArray = self._loader.place(values)
         return placed
 
-    def prepare(self, network: Network, buffers: StepBuffers, shapes: Sequence[StepShape]) -> None:
+    def prepare(self, network: Any, buffers: Any, shapes: Sequence[Any]) -> None:
         """Record steps of these shapes, which loads their kernels, and capture their graphs."""
         self._loader.close()
         self.device.enter()
@@ -203,15 +206,16 @@ class CudaRuntime:
 
     # -- steps --------------------------------------------------------------------------------
 
-    def padded(self, shape: StepShape) -> StepShape:
+    def padded(self, shape: Any) -> Any:
         """The shape under which a step of this one runs."""
         return bucket(shape, *self._limits)
 
-    def logits_written(self, shape: StepShape) -> int:
+    def logits_written(self, shape: Any) -> int:
         """Rows of the arena that a step of this shape writes."""
-        return self.padded(shape).logits
+        written: int = self.padded(shape).logits
+        return written
 
-    def inputs(self, buffers: StepBuffers) -> Any:
+    def inputs(self, buffers: Any) -> Any:
         """Where the next step's integers are written: pinned memory that no copy reads now."""
         self.device.enter()
         self._turn = (self._turn + 1) % len(self._regions)
@@ -234,12 +238,11 @@ class CudaRuntime:
         """Choose these tokens of the next step by their requests' parameters."""
         self._sampling.fill(self._turn, draws)
 
-    def run(self, network: Sweep, buffers: StepBuffers, shape: StepShape) -> None:
+    def run(self, network: Any, buffers: Any, shape: Any) -> None:
         """Put one sweep of ``network`` on the stream; does not wait."""
         device, region, padded = self.device, self._regions[self._turn], self.padded(shape)
         step = self._step(network, buffers, padded)
-        region.pad(shape, padded)
-        nbytes = self._input_layout.used_bytes(padded.seqs)
+        nbytes = self._pad(region, shape, padded)
         device.copy_in(self._mirror.address, region.pinned.address, nbytes)
         table = self._sampling.copy_in(self._turn)
         device.record(region.event)
@@ -250,6 +253,15 @@ class CudaRuntime:
             step.graph.launch()
         else:
             device.run(step.launches)
+        self._choose(buffers, shape, table)
+
+    def _pad(self, region: InputRegion, shape: Any, padded: Any) -> int:
+        """Fill what the padded shape has more; the bytes of integers that are copied."""
+        region.pad(shape, padded)
+        return self._input_layout.used_bytes(padded.seqs)
+
+    def _choose(self, buffers: Any, shape: Any, table: SamplingTable) -> None:
+        """Draw behind a sweep's greedy choice, and start to copy out what was chosen."""
         self._sampling.run(table, self.workspace)
         if shape.logits:
             self._readbacks.begin(shape.first_logits, shape.logits)
@@ -258,7 +270,7 @@ class CudaRuntime:
         """Launch one kernel now, on the stream."""
         Queue(self.device, self.workspace).launch(kernel, grid, args)
 
-    def _step(self, network: Sweep, buffers: StepBuffers, padded: StepShape) -> RecordedStep:
+    def _step(self, network: Any, buffers: Any, padded: Any) -> RecordedStep:
         """The launches of a padded shape, recorded at its first use."""
         step = self._recorded.get((network, padded))
         if step is None:
@@ -266,7 +278,7 @@ class CudaRuntime:
         self._recorded.move_to_end((network, padded))
         return step
 
-    def _record(self, network: Sweep, buffers: StepBuffers, padded: StepShape) -> Recording:
+    def _record(self, network: Any, buffers: Any, padded: Any) -> Recording:
         recording = Recording()
         ops = bind(self.functions, Queue(self.device, self.workspace, recording))
         views = buffers.view(padded)
@@ -276,9 +288,14 @@ class CudaRuntime:
             ops.argmax(views.logits, out=self._chosen[padded.first_logits : last])
         return recording
 
-    def _keep(self, network: Sweep, padded: StepShape, recording: Recording) -> RecordedStep:
+    def _is_decode(self, padded: Any) -> bool:
+        """Whether a shape is worth a graph."""
+        decodes: bool = padded.rows == padded.step_rows
+        return decodes
+
+    def _keep(self, network: Any, padded: Any, recording: Recording) -> RecordedStep:
         step = RecordedStep(recording.compile(self.device))
-        if self.kind == "graphed" and padded.rows == padded.step_rows:
+        if self.kind == "graphed" and self._is_decode(padded):
             step.graph = CapturedGraph(self.device, step.launches, self._capture_stream)
         self._recorded[network, padded] = step
         if len(self._recorded) > _RECORDED:
@@ -289,14 +306,14 @@ class CudaRuntime:
     # -- results ------------------------------------------------------------------------------
 
     def result(
-        self, buffers: StepBuffers, count: int, *, wants_tokens: bool, host_rows: Sequence[int]
+        self, buffers: Any, count: int, *, wants_tokens: bool, host_rows: Sequence[int]
     ) -> StepReadBack:
         """What the step that was launched last will have chosen; does not wait."""
         found = self._readbacks.result(count, host_rows)
         found.scores = self._sampling.scores(self._turn)
         return found
 
-    def greedy(self, buffers: StepBuffers, first: int, count: int) -> Ints:
+    def greedy(self, buffers: Any, first: int, count: int) -> Ints:
         """Greedy id of arena rows from ``first`` on; −1 marks a row that is not finite."""
         self.device.enter()
         return self._readbacks.tokens(first, count)

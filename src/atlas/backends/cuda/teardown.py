@@ -12,7 +12,6 @@ from atlas.backends.cuda.graph import CapturedGraph
 if TYPE_CHECKING:
     from atlas._native.cuda_launch import CudaLaunchList
     from atlas.backends.cuda.device import CudaDevice
-    from atlas.layers.step import StepShape
 
 
 class _Closable(Protocol):
@@ -58,7 +57,7 @@ class Teardown:
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._pid = os.getpid()
-        self.recorded: OrderedDict[tuple[object, StepShape], RecordedStep] = OrderedDict()
+        self.recorded: OrderedDict[tuple[object, object], RecordedStep] = OrderedDict()
         self.parts: list[_Closable] = []
         self._done = False
 

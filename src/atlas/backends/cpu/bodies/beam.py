@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from atlas.backends.cpu.bodies import body
-from atlas.backends.cpu.bodies.elementary import exp
+from atlas.backends.cpu.bodies.sampling import exp32
 from atlas.backends.cpu.bodies.simd import (
     add,
     lanes_between,
@@ -17,6 +17,7 @@ from atlas.backends.cpu.bodies.simd import (
     maximum,
     select,
     splat,
+    store,
     store_f32,
     store_i32,
     sub,
@@ -62,11 +63,27 @@ def greatest_of(source, size):
     return max_lane(greatest), sum_lanes(not_finite)
 
 
+@device
+def tree_sum(source, size, shift, lanes):
+    """Σ exp32(logit − shift): 256 chains, 16 side by side, then the chains from left to right."""
+    for first in range(0, 256, 16):
+        total = zeros()
+        for start in range(first, size, 256):
+            count = min(16, size - start)
+            weight = exp32(sub(load_first(source + start * 4, count), shift))
+            total = add(total, select(lanes_between(0, count), weight, zeros()))
+        store(lanes + first * 4, total)
+    total = ZERO
+    for lane in range(256):
+        total = total + load_f32(lanes + lane * 4)
+    return total
+
+
 @body("beam.top_candidates")
 def top_candidates(thread, num_threads, args):
     logits, row_stride, num_rows, size, k = args[0], args[1], args[2], args[3], args[4]
     banned, cu_banned, ids, ids_stride = args[5], args[6], args[7], args[8]
-    values, values_stride, totals = args[9], args[10], args[11]
+    values, values_stride, totals, lanes = args[9], args[10], args[11], args[12]
     for row in range(thread, num_rows, num_threads):
         source = logits + row * row_stride
         row_ids, row_values = ids + row * ids_stride, values + row * values_stride
@@ -80,14 +97,13 @@ def top_candidates(thread, num_threads, args):
         first_banned = load_i32(cu_banned + row * 4)
         num_banned = load_i32(cu_banned + (row + 1) * 4) - first_banned
         bans = banned + first_banned * 4
-        shift, total = splat(top), zeros()
+        shift = splat(top)
         held = 0
         least = LOWEST  # a candidate must be greater, once k are held
         for start in range(0, size, 16):
             count = min(16, size - start)
             inside = lanes_between(0, count)
             value = sub(load_first(source + start * 4, count), shift)
-            total = add(total, select(inside, exp(value), zeros()))
             if max_lane(select(inside, value, splat(LOWEST))) > least:
                 for i in range(count):
                     logit = load_f32(source + (start + i) * 4) - top
@@ -95,4 +111,4 @@ def top_candidates(thread, num_threads, args):
                         held = insert(row_ids, row_values, held, k, start + i, logit)
                         if held == k:
                             least = load_f32(row_values + (k - 1) * 4)
-        store_f32(totals + row * 4, sum_lanes(total))
+        store_f32(totals + row * 4, tree_sum(source, size, shift, lanes + row * 1024))

@@ -1,0 +1,65 @@
+"""Attention of a decoder over its sources: the rows of a source share one sweep over its keys.
+
+``attention_decode`` where every row sees all keys of its source: the beams, or samples, of a
+request are the rows of one sequence, so that a source's keys and values are read once for all of
+them. The order is that of ``attention_decode`` at the source's last position.
+
+Keys and values were stored by an earlier step, when the source was encoded: their copies begin
+before the wait, and only the queries come from the kernel before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from atlas_kernels._cuda import device, f32, i32, i64
+from atlas_kernels.attention_decode import VARIANTS
+from atlas_kernels.attention_decode_body import (
+    THREADS,
+    attention_body,
+    resident_blocks,
+    shared_bytes,
+)
+from atlas_kernels.attention_fresh import NO_FRESH_ROWS
+from atlas_kernels.ptx_async import launch_dependents
+from atlas_kernels.ptx_memory import load_b32
+from atlas_kernels.registry import kernel
+
+_OLDER_KEYS = replace(NO_FRESH_ROWS)
+"""No key is new, and all are older than the step."""
+
+
+@device
+def _source_end(lens, source, row):
+    return load_b32(lens + i64(source) * 4) - 1
+
+
+@kernel(
+    "cross_attention",
+    args="ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64 i64 f32",
+    threads=THREADS,
+    min_blocks=resident_blocks,
+    shared=shared_bytes,
+    variants=VARIANTS,
+)
+def make_cross_attention(dim: int, tiles: int) -> Any:
+    """q, out [T, H, K] over the pools [B, HK, 16, K], all bf16; any number of rows a source.
+
+    Grid and arguments as in ``attention_decode``, with ``lens`` int32 [G], keys of each source and
+    at least 1, in place of positions; a source may have no rows.
+    """
+    attend = attention_body(dim, tiles, _OLDER_KEYS, _source_end)
+
+    def cross_attention(
+        q, k_pool, v_pool, out, tables, cu_rows, lens, partials, sums, counters,
+        heads, kv_heads, max_rows, room, table_stride, q_stride, out_stride, scale,
+    ):  # fmt: skip
+        launch_dependents()
+        attend(
+            q, k_pool, v_pool, out, tables, cu_rows, lens, partials, sums, counters,
+            heads, kv_heads, max_rows, room, i32(0), table_stride, q_stride, out_stride, scale,
+            f32(0), (),
+        )  # fmt: skip
+
+    return cross_attention
