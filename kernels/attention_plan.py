@@ -12,6 +12,11 @@ WORKERS_PER_SM = 2
 PREFILL_SHAPES = {64: (64, 2), 80: (64, 2), 96: (32, 2), 128: (32, 2), 256: (16, 1)}
 """Keys of a step and tiles of 16 rows of a warp, by dimension, of ``attention_prefill``."""
 
+WGMMA_ROWS = 128
+"""Rows that a thread block of ``attention_prefill_wgmma`` takes."""
+WGMMA_KEYS = {64: 128, 96: 128, 128: 128, 256: 80}
+"""Keys of its tiles, by dimension."""
+
 
 def step_tiles(dim: int) -> int:
     """The most tiles of 16 rows that decode attention has registers for."""
@@ -32,3 +37,28 @@ def prefill_variant(dim: int) -> str:
 def prefill_rows(dim: int) -> int:
     """Rows that a thread block of ``attention_prefill`` takes."""
     return 64 * PREFILL_SHAPES[dim][1]
+
+
+def wgmma_variant(dim: int, *, capped: bool) -> str:
+    """The variant of ``attention_prefill_wgmma``."""
+    return f"d{dim}_cap" if capped else f"d{dim}"
+
+
+def wgmma_tiles(rows: int, sequences: int) -> int:
+    """Tiles of 128 positions that ``rows`` of ``sequences`` chunks may touch, at most."""
+    return (rows - 2 * sequences) // WGMMA_ROWS + 2 * sequences
+
+
+def part_columns(dim: int) -> int:
+    """Dimensions of a head that lie together in its shared memory, in one row of the swizzle."""
+    return 64 if dim % 64 == 0 else 32
+
+
+def pool_view(dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Box and strides in bytes, outermost first, of a pool's tensor map: a head of a block a box.
+
+    Dimensions: block · HK + KV head, 8 rows, part of the head, row, column. The innermost is
+    contiguous and has no stride; its width is that of the swizzle.
+    """
+    columns = part_columns(dim)
+    return (1, 2, dim // columns, 8, columns), (32 * dim, 16 * dim, 2 * columns, 2 * dim)

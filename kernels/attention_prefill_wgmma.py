@@ -2,15 +2,19 @@
 
 A thread block takes one query head and the rows at 128 i … 128 i + 127 of one sequence, absolute
 positions, also where a chunk begins or ends inside. Two warp groups have 64 rows each, a warp of a
-third brings tiles of 128 keys, from the diagonal down to key 0, so that only the first is masked.
-Q · Kᵀ of a tile and P · V of the one before it are in flight together, and the two groups take
-turns: one multiplies while the other exponentiates.
+third brings tiles of 128 keys (80 for a head of 256 dimensions), at absolute multiples of their
+size, from the diagonal down to the first key that the rows' window lets them see. Only tiles that
+the diagonal or the window's edge crosses are masked. Q · Kᵀ of a tile and P · V of the one before
+it are in flight together. Up to 128 dimensions the two groups take turns: one multiplies while the
+other exponentiates. With 256 they need not: two thirds of the time go into products.
 
 Order, which depends on a row's position alone: tiles descending from its own, with the running
-maximum of the online softmax. P is rounded to bf16 before P · V; the sum of P is not.
+maximum of the online softmax. A tile that a row does not see leaves its bits as they are. P is
+rounded to bf16 before P · V; the sum of P is not.
 
-In shared memory rows are 128 bytes with TMA's swizzle. Q: [group][half][64 rows]; K and V:
-[16 pieces of 8 rows][half][8 rows], a block of the pool being two pieces and one TMA copy.
+In shared memory a row is ``row_bytes`` long, 128 or 64, with TMA's swizzle of that width, and a
+head lies in as many parts. Q: [group][part][64 rows]; K and V: [pieces of 8 rows][part][8 rows], a
+block of the pool being two pieces and one TMA copy.
 
 Source: Shah et al., "FlashAttention-3" (2024), arXiv 2407.08608.
 """
@@ -21,8 +25,13 @@ from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.attention_decode_body import LOG2_E
+from atlas_kernels.attention_plan import WGMMA_KEYS, WGMMA_ROWS, part_columns, wgmma_variant
+from atlas_kernels.attention_prefill import FOREVER
+from atlas_kernels.attention_tiles import find_tile
+from atlas_kernels.kv_store import BLOCK_LEN
 from atlas_kernels.ptx_async import (
     async_fence,
+    barrier_arrive_after,
     barrier_arrive_if,
     barrier_expect,
     barrier_init,
@@ -36,7 +45,7 @@ from atlas_kernels.ptx_async import (
     tile_load,
     wait_prerequisites,
 )
-from atlas_kernels.ptx_math import quotient
+from atlas_kernels.ptx_math import fast_reciprocal, quotient
 from atlas_kernels.ptx_memory import (
     dynamic_shared,
     load_b32,
@@ -55,6 +64,7 @@ from atlas_kernels.ptx_tile import (
     tile_reciprocal,
     tile_rows_fma,
     tile_scale,
+    tile_softcap,
     tile_store_bf16,
     tile_sum_lanes,
 )
@@ -82,133 +92,204 @@ from atlas_kernels.ptx_wgmma import (
 )
 from atlas_kernels.registry import kernel
 
-DIM, ROWS, KEYS = 128, 128, 128
+ROWS = WGMMA_ROWS
 THREADS = 384
-TILE_BYTES = KEYS * DIM * 2
-PIECE_BYTES = 16 * DIM * 2  # one head of one block of the pool
-PITCH = 2 * DIM + 16  # of the output's rows, which take the place of a group's queries
-GROUP_BYTES = 64 * PITCH  # a multiple of 1,024
-K_AT, V_AT = 2 * GROUP_BYTES, 2 * GROUP_BYTES + 2 * TILE_BYTES
-FULL_K = 2 * GROUP_BYTES + 4 * TILE_BYTES
-FREE_K, FULL_V, FREE_V = FULL_K + 16, FULL_K + 32, FULL_K + 48
-SHARED_BYTES = FULL_K + 64
 ADDRESS = 0x3FFFF
+FULL_K, FREE_K, FULL_V, FREE_V = 0, 16, 32, 48
+"""Where the barriers of the tiles stand, two each."""
 
-Q_DESCRIPTOR = descriptor(1024)
-K_DESCRIPTOR = descriptor(2048)
-V_DESCRIPTOR = descriptor(2048, 1024)
+VARIANTS = {
+    wgmma_variant(dim, capped=capped): (dim, keys, capped)
+    for dim, keys in WGMMA_KEYS.items()
+    for capped in (False, True)
+}
+
+
+def group_bytes(dim: int) -> int:
+    """Of a group's queries, whose place its output takes: rows 16 bytes apart; a whole KB."""
+    return 64 * (2 * dim + 16)
+
+
+def shared_bytes(dim: int, keys: int, capped: bool = False) -> int:
+    """Queries, two tiles each of keys and values, and eight barriers."""
+    return 2 * group_bytes(dim) + 8 * keys * dim + 64
 
 
 @kernel(
     "attention_prefill_wgmma",
-    args="ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i64 i64 f32",
+    args="ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64 i64 f32 f32",
     threads=THREADS,
-    shared=SHARED_BYTES,
+    shared=shared_bytes,
     arch="sm_90a",
     lto=True,
-    variants={"d128": (DIM,)},
+    variants=VARIANTS,
 )
-def make_attention_prefill_wgmma(dim: int) -> Any:
-    """q, out [T, H, 128] over the pools [B, HK, 16, 128], all bf16; chunks of any length.
+def make_attention_prefill_wgmma(dim: int, keys: int, capped: bool) -> Any:
+    """q, out [T, H, K] over the pools [B, HK, 16, K], all bf16; chunks of any length.
 
-    Grid (N · H, ⌈most rows / 128⌉ + 1). ``k_map`` and ``v_map`` are addresses of tensor maps of the
-    pools (128 bytes in global memory): dimensions (64, 8, 2, 2, B · HK), strides in bytes
-    (256, 128, 2048, 4096), box (64, 8, 2, 2, 1), 128-byte swizzle. The other arguments are those of
-    ``attention_prefill``; without a window and a softcap.
+    Grid (H, ``attention_plan.wgmma_tiles``) for N = ``sequences`` chunks. ``k_map`` and ``v_map``
+    are addresses of tensor maps of the pools, see ``attention_plan.pool_view``. The other arguments
+    are those of ``attention_prefill``; ``softcap`` is read by the ``_cap`` variants alone, in which
+    it must not be 0.
     """
-    q_steps = tuple(half * 8192 + 32 * step for half in range(2) for step in range(4))
-    k_steps = tuple(half * 1024 + 32 * step for half in range(2) for step in range(4))
-    scores_of = wgmma_stage(KEYS, q_steps, k_steps, accumulate=False)
+    columns, pitch = part_columns(dim), 2 * dim + 16
+    row_bytes, parts, chunks = 2 * columns, dim // columns, dim // 8
+    part_chunks = columns // 8
+    own_bytes, tile_bytes, piece_bytes = group_bytes(dim), 2 * keys * dim, 2 * BLOCK_LEN * dim
+    k_at, v_at = 2 * own_bytes, 2 * own_bytes + 2 * tile_bytes
+    barriers_at = v_at + 2 * tile_bytes
+    blocks, tile_words = keys // BLOCK_LEN, tile_bytes >> 4
+    takes_turns = keys == ROWS  # then, too, both groups begin at the same tile
+
+    q_constant = descriptor(8 * row_bytes, swizzle=row_bytes)
+    k_constant = descriptor(16 * dim, swizzle=row_bytes)
+    v_constant = descriptor(16 * dim, 8 * row_bytes, swizzle=row_bytes)
+    steps = [(part, 32 * step) for part in range(parts) for step in range(columns // 16)]
+    q_steps = tuple(part * 64 * row_bytes + step for part, step in steps)
+    k_steps = tuple(part * 8 * row_bytes + step for part, step in steps)
+    scores_of = wgmma_stage(keys, q_steps, k_steps, accumulate=False)
     values_of = wgmma_stage_registers(
-        dim, tuple(4096 * step for step in range(8)), b_transposed=True
+        dim, tuple(32 * dim * step for step in range(blocks)), b_transposed=True
     )
-    settled, zero, pack = settle(KEYS), wgmma_zero(dim), pack_accumulators(KEYS)
-    mask, maximum_of = tile_mask(KEYS, 1), tile_maximum(KEYS, 1)
-    exponentials, decay_of = tile_exponentials(KEYS, 1), tile_decay(1)
+    scores_settled, values_settled = settle(keys), settle(dim)
+    zero, pack = wgmma_zero(dim), pack_accumulators(keys)
+    cap, mask, maximum_of = tile_softcap(keys, 1), tile_mask(keys, 1), tile_maximum(keys, 1, 4)
+    exponentials, decay_of = tile_exponentials(keys, 1), tile_decay(1)
     rows_fma, sum_lanes, scale_rows = tile_rows_fma(1), tile_sum_lanes(1), tile_scale(dim, 1)
     reciprocals, positions_of = tile_reciprocal(1), tile_positions(1)
     no_maxima = tile_fill(2, MASKED)
-    store_rows = tile_store_bf16(dim, 1, PITCH)
+    store_rows = tile_store_bf16(dim, 1, pitch)
     fewer, more = set_max_registers(40, more=False), set_max_registers(232, more=True)
     load_piece, copied = tile_load(5), copy_wait(0)
 
     @device
     def load_queries(target, source, stride, first, count):
         """A group's 64 rows; those before ``first`` and from ``first + count`` on become zeros."""
-        for i in range(8):
-            chunk = (thread_x() & 127) + 128 * i
-            row, column = chunk >> 4, chunk & 15
+        for i in range(chunks // 2):
+            chunk = i32((thread_x() & 127) + 128 * i)
+            row = quotient(chunk, chunks)
+            column = chunk - row * chunks
             inside = row >= first and row < first + count
             at = source + (row - first if inside else 0) * stride + column * 16
-            place = (column >> 3) * 8192 + row * 128 + ((column ^ row) & 7) * 16
+            part = quotient(column, part_chunks)
+            bits = (column ^ (row * row_bytes >> 7)) & (part_chunks - 1)
+            place = part * (64 * row_bytes) + row * row_bytes + bits * 16
             copy16_or_zero(target + place, at, i32(16) if inside else i32(0))
         copy_commit()
         copied()
         async_fence()
 
     @device
-    def clear_values(tile, keys):
-        """Zeros in the rows of V from ``keys`` on: 0 · what lies there must be 0."""
-        for chunk in range(keys * 16 + (thread_x() & 127), KEYS * 16, 128):
-            row, column = chunk >> 4, chunk & 15
-            place = (row >> 3) * 2048 + (column >> 3) * 1024 + (row & 7) * 128
-            store_shared_b32x4(tile + place + (column & 7) * 16, (0, 0, 0, 0))
+    def clear_values(tile, count):
+        """Zeros in the rows of V from ``count`` on: 0 · what lies there must be 0."""
+        for chunk in range(count * chunks + (thread_x() & 127), keys * chunks, 128):
+            row = quotient(i32(chunk), chunks)
+            column = chunk - row * chunks
+            part = quotient(i32(column), part_chunks)
+            place = (row >> 3) * (16 * dim) + part * (8 * row_bytes) + (row & 7) * row_bytes
+            store_shared_b32x4(tile + place + (column & (part_chunks - 1)) * 16, (0, 0, 0, 0))
         async_fence()
+
+    def advance_over(masked: bool) -> Any:
+        """A tile after the first: its scores and weights, and the values of the one before it."""
+
+        @device
+        def advance(
+            values, weights, maxima, totals, turn, q_words, k_words, v_words, barriers,
+            mine, other, lead, factor, inner, softcap, first, last, key,
+        ):  # fmt: skip
+            stage, before = turn & 1, (turn & 1) ^ 1
+            barrier_wait(barriers + FULL_K + stage * 8, (turn >> 1) & 1)
+            if takes_turns:
+                sync_named(mine, 256)
+            scores = scores_of(q_words, k_words + stage * tile_words)
+            barrier_wait(barriers + FULL_V + before * 8, ((turn - 1) >> 1) & 1)
+            values = values_of(values, weights, v_words + before * tile_words)
+            if takes_turns:
+                arrive_named(other, 256)
+            wgmma_wait1()
+            scores = scores_settled(scores)
+            if capped:
+                scores = cap(scores, inner, softcap)
+            if masked:
+                scores = mask(scores, first, last, key)
+            greatest = maximum_of(scores, maxima)
+            decay = decay_of(maxima, greatest, factor)
+            scores, parts, half = exponentials(scores, greatest, factor)
+            totals = rows_fma(totals, decay, parts)
+            # So about half of the exponentials stand before the wait for P · V.
+            barrier_arrive_after(barriers + FREE_K + stage * 8, lead, half)
+            wgmma_wait0()
+            values = values_settled(values)
+            barrier_arrive_if(barriers + FREE_V + before * 8, lead)
+            return scale_rows(values, decay), pack(scores), greatest, totals
+
+        return advance
+
+    advance, advance_masked = advance_over(False), advance_over(True)
 
     def attention_prefill_wgmma(
         q, k_map, v_map, out, tables, cu_rows, positions,
-        heads, kv_heads, table_stride, q_stride, out_stride, scale,
+        heads, kv_heads, sequences, window, table_stride, q_stride, out_stride, scale, softcap,
     ):  # fmt: skip
         launch_dependents()
         wait_prerequisites()
-        sequence = quotient(block_x(), heads)
-        head = i32(block_x() - sequence * heads)
+        sequence, tile = find_tile(block_y(), sequences, cu_rows, positions)
+        if sequence < 0:
+            return
+        head = block_x()
         chunk_begin = load_b32(cu_rows + sequence * 4)
         chunk_len = load_b32(cu_rows + sequence * 4 + 4) - chunk_begin
         if chunk_len <= 0:
             return
         start = load_b32(positions + i64(chunk_begin) * 4)
         end = start + chunk_len
-        top = i32((end - 1) // ROWS - block_y())  # the longest tiles come first
-        if top < start // ROWS:
-            return
+        begin = i32(((end - 1) // ROWS - tile) * ROWS)
+        reach = i32(window if window > 0 else FOREVER) - 1  # keys before a row's own
+        top = quotient(i32(min(begin + ROWS, end) - 1), keys)
+        bottom = quotient(i32(max(0, begin - reach)), keys)
         base, lane, warp = dynamic_shared(), lane_id(), shuffle_b32(thread_x() >> 5, 0)
+        barriers = i32(base + barriers_at)
         if thread_x() == 0:
             for stage in range(2):
-                barrier_init(base + FULL_K + 8 * stage, 1)
-                barrier_init(base + FULL_V + 8 * stage, 1)
-                barrier_init(base + FREE_K + 8 * stage, 8)
-                barrier_init(base + FREE_V + 8 * stage, 8)
+                barrier_init(barriers + FULL_K + 8 * stage, 1)
+                barrier_init(barriers + FULL_V + 8 * stage, 1)
+                barrier_init(barriers + FREE_K + 8 * stage, 8)
+                barrier_init(barriers + FREE_V + 8 * stage, 8)
             barrier_init_fence()
         sync_threads()
         if warp >= 8:
             fewer()
             if warp == 8:
-                if lane < 8:
+                if lane < blocks:
                     map_acquire(k_map)
                     map_acquire(v_map)
                 table = tables + i64(sequence) * table_stride * 4
                 kv_head = quotient(head, quotient(heads, kv_heads))
-                last_block = (end - 1) >> 4
+                last_block, own = (end - 1) >> 4, min(lane, blocks - 1)
                 tile = top
                 turn = 0
-                while tile >= 0:
+                while tile >= bottom:
                     stage, phase = (turn & 1) * 8, ((turn >> 1) & 1) ^ 1
-                    block = min(tile * 8 + (lane & 7), last_block)
+                    block = min(tile * blocks + own, last_block)
                     piece = load_b32(table + i64(block) * 4) * kv_heads + kv_head
-                    place = base + (turn & 1) * TILE_BYTES + (lane & 7) * PIECE_BYTES
-                    barrier_wait(base + FREE_K + stage, phase)
+                    place = base + (turn & 1) * tile_bytes + own * piece_bytes
+                    barrier_wait(barriers + FREE_K + stage, phase)
                     if lane == 0:
-                        barrier_expect(base + FULL_K + stage, TILE_BYTES)
+                        barrier_expect(barriers + FULL_K + stage, tile_bytes)
                     sync_warp()
-                    if lane < 8:
-                        load_piece(place + K_AT, k_map, base + FULL_K + stage, 0, 0, 0, 0, piece)
-                    barrier_wait(base + FREE_V + stage, phase)
+                    if lane < blocks:
+                        load_piece(
+                            place + k_at, k_map, barriers + FULL_K + stage, 0, 0, 0, 0, piece
+                        )
+                    barrier_wait(barriers + FREE_V + stage, phase)
                     if lane == 0:
-                        barrier_expect(base + FULL_V + stage, TILE_BYTES)
+                        barrier_expect(barriers + FULL_V + stage, tile_bytes)
                     sync_warp()
-                    if lane < 8:
-                        load_piece(place + V_AT, v_map, base + FULL_V + stage, 0, 0, 0, 0, piece)
+                    if lane < blocks:
+                        load_piece(
+                            place + v_at, v_map, barriers + FULL_V + stage, 0, 0, 0, 0, piece
+                        )
                     tile -= 1
                     turn += 1
                     sync_warp()  # no lane may fall two phases behind
@@ -217,78 +298,91 @@ def make_attention_prefill_wgmma(dim: int) -> Any:
             group, quarter = warp >> 2, warp & 3
             lead = 1 if lane == 0 else 0
             mine, other = i32(1 + group), i32(2 - group)
-            queries = base + group * GROUP_BYTES
-            first = i32(max(0, start - top * ROWS - group * 64))  # rows of the group in the chunk
-            count = i32(min(64, end - top * ROWS - group * 64) - first)
-            row = i64(chunk_begin) + max(0, top * ROWS + group * 64 - start)
-            source = q + row * q_stride + i64(head) * (2 * DIM)
+            queries = base + group * own_bytes
+            at = i32(begin + group * 64)  # position of the group's first row
+            first = i32(max(0, start - at))  # rows of the group in the chunk
+            count = i32(min(64, end - at) - first)
+            row = i64(chunk_begin) + max(0, at - start)
+            source = q + row * q_stride + i64(head) * (2 * dim)
             load_queries(queries, source if count > 0 else q, q_stride, first, count)
             sync_named(3 + group, 128)
-            q_words = i64(Q_DESCRIPTOR) | ((queries & ADDRESS) >> 4)
-            k_words = i64(K_DESCRIPTOR) | (((base + K_AT) & ADDRESS) >> 4)
-            v_words = i64(V_DESCRIPTOR) | (((base + V_AT) & ADDRESS) >> 4)
-            last = positions_of(i32(group * 64 + quarter * 16 + (lane >> 2)))
-            if group == 1:
+            q_words = i64(q_constant) | ((queries & ADDRESS) >> 4)
+            k_words = i64(k_constant) | (((base + k_at) & ADDRESS) >> 4)
+            v_words = i64(v_constant) | (((base + v_at) & ADDRESS) >> 4)
+            position = i32(at + quarter * 16 + (lane >> 2))
+            latest, earliest = positions_of(position), positions_of(i32(position - reach))
+            lane_key = 2 * (lane & 3)
+            factor = f32(LOG2_E) if capped else scale * f32(LOG2_E)
+            inner = scale * fast_reciprocal(softcap) if capped else f32(0)
+            tile = quotient(i32(min(at + 64, end) - 1), keys)
+            turn = i32(top - tile)
+            if turn > 0:  # one tile that none of the group's rows sees
+                barrier_arrive_if(barriers + FREE_K, lead)
+                barrier_arrive_if(barriers + FREE_V, lead)
+            if takes_turns and group == 1:
                 arrive_named(1, 256)  # group 0 begins
-            factor = scale * f32(LOG2_E)
-            # The diagonal tile.
-            barrier_wait(base + FULL_K, 0)
-            sync_named(mine, 256)
-            scores = scores_of(q_words, k_words)
-            arrive_named(other, 256)
+            # The first tile.
+            barrier_wait(barriers + FULL_K + turn * 8, 0)
+            if takes_turns:
+                sync_named(mine, 256)
+            scores = scores_of(q_words, k_words + turn * tile_words)
+            if takes_turns:
+                arrive_named(other, 256)
             wgmma_wait0()
-            scores = settled(scores)
-            barrier_arrive_if(base + FREE_K, lead)
-            scores = mask(scores, positions_of(i32(-KEYS)), last, i32(2 * (lane & 3)))
+            scores = scores_settled(scores)
+            barrier_arrive_if(barriers + FREE_K + turn * 8, lead)
+            if capped:
+                scores = cap(scores, inner, softcap)
+            scores = mask(scores, earliest, latest, i32(tile * keys + lane_key))
             maxima = maximum_of(scores, no_maxima())
-            scores, totals = exponentials(scores, maxima, factor)
+            scores, totals, _ = exponentials(scores, maxima, factor)
             weights = pack(scores)
             values = zero()
-            keys = i32(min(KEYS, end - top * ROWS))
-            if keys < KEYS:
-                barrier_wait(base + FULL_V, 0)
-                clear_values(base + V_AT, keys)
+            present = i32(end - tile * keys)
+            if present < keys:
+                barrier_wait(barriers + FULL_V + turn * 8, 0)
+                clear_values(base + v_at + turn * tile_bytes, present)
                 sync_named(3 + group, 128)
-            turn = 1
-            while turn <= top:
-                stage, before = turn & 1, (turn & 1) ^ 1
-                barrier_wait(base + FULL_K + stage * 8, (turn >> 1) & 1)
-                sync_named(mine, 256)
-                scores = scores_of(q_words, k_words + stage * (TILE_BYTES >> 4))
-                barrier_wait(base + FULL_V + before * 8, ((turn - 1) >> 1) & 1)
-                values = values_of(values, weights, v_words + before * (TILE_BYTES >> 4))
-                arrive_named(other, 256)
-                wgmma_wait1()
-                scores = settled(scores)
-                barrier_arrive_if(base + FREE_K + stage * 8, lead)
-                greatest = maximum_of(scores, maxima)
-                decay = decay_of(maxima, greatest, factor)
-                maxima = greatest
-                scores, parts = exponentials(scores, maxima, factor)
-                totals = rows_fma(totals, decay, parts)
-                wgmma_wait0()
-                values = settled(values)
-                barrier_arrive_if(base + FREE_V + before * 8, lead)
-                values = scale_rows(values, decay)
-                weights = pack(scores)
-                turn += 1
-            if group == 0:
+            # Tiles that every row sees whole: below the diagonal, above the edge of the window.
+            below = max(quotient(i32(at + 1), keys), bottom)
+            inside = max(quotient(i32(max(0, at + 63 - reach + keys - 1)), keys), bottom)
+            tile -= 1
+            turn += 1
+            while tile >= bottom:
+                while tile >= below:
+                    values, weights, maxima, totals = advance_masked(
+                        values, weights, maxima, totals, turn, q_words, k_words, v_words, barriers,
+                        mine, other, lead, factor, inner, softcap,
+                        earliest, latest, i32(tile * keys + lane_key),
+                    )  # fmt: skip
+                    tile -= 1
+                    turn += 1
+                while tile >= inside:
+                    values, weights, maxima, totals = advance(
+                        values, weights, maxima, totals, turn, q_words, k_words, v_words, barriers,
+                        mine, other, lead, factor, inner, softcap, earliest, latest, i32(0),
+                    )  # fmt: skip
+                    tile -= 1
+                    turn += 1
+                below = bottom
+            if takes_turns and group == 0:
                 sync_named(1, 256)  # takes the other group's last arrival
             before = (turn - 1) & 1
-            barrier_wait(base + FULL_V + before * 8, ((turn - 1) >> 1) & 1)
-            values = values_of(values, weights, v_words + before * (TILE_BYTES >> 4))
+            barrier_wait(barriers + FULL_V + before * 8, ((turn - 1) >> 1) & 1)
+            values = values_of(values, weights, v_words + before * tile_words)
             shares = reciprocals(sum_lanes(totals))
             wgmma_wait0()
-            values = scale_rows(settled(values), shares)
+            values = scale_rows(values_settled(values), shares)
             sync_named(3 + group, 128)  # the whole group has read its queries
-            rows = queries + quarter * (16 * PITCH)
-            store_rows(values, i32(rows + (lane >> 2) * PITCH + (lane & 3) * 4))
+            rows = queries + quarter * (16 * pitch)
+            store_rows(values, i32(rows + (lane >> 2) * pitch + (lane & 3) * 4))
             sync_warp()
-            for chunk in range(lane, 16 * 16, 32):
-                own = quarter * 16 + (chunk >> 4)
+            for chunk in range(lane, 16 * chunks, 32):
+                line = quotient(i32(chunk), chunks)
+                own, column = quarter * 16 + line, chunk - line * chunks
                 if own >= first and own < first + count:
-                    words = load_shared_b32x4(rows + (chunk >> 4) * PITCH + (chunk & 15) * 16)
-                    target = out + (row + own - first) * out_stride + i64(head) * (2 * DIM)
-                    store_b32x4(target + (chunk & 15) * 16, words)
+                    words = load_shared_b32x4(rows + line * pitch + column * 16)
+                    target = out + (row + own - first) * out_stride + i64(head) * (2 * dim)
+                    store_b32x4(target + column * 16, words)
 
     return attention_prefill_wgmma

@@ -64,6 +64,14 @@ barrier_arrive_if = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
 )
 """The same if the second argument is not 0, without a branch."""
+barrier_arrive_after = instruction(
+    "",
+    "r r f",
+    "{ .reg .pred p, q; setp.ne.b32 p, $1, 0; setp.neu.and.f32 q, $2, 0fBF800000, p;"
+    " @q mbarrier.arrive.shared::cta.b64 _, [$0]; }",
+)
+"""``barrier_arrive_if`` once a float32, which must not be −1, has been computed: the assembler
+moves waits for ``wgmma`` freely among arithmetic, but not above an arrival."""
 barrier_arrive_cluster = instruction("", "r", "mbarrier.arrive.shared::cluster.b64 _, [$0];")
 """Arrive at a barrier of another thread block (``map_rank``). The form with ``.release.cluster``
 costs a fence of 0.7 µs on an H200."""

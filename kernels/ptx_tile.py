@@ -14,7 +14,7 @@ Source: Dao, "FlashAttention-2" (2023), arXiv 2307.08691.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial, reduce
 from typing import Any
 
 from atlas_kernels._cuda import f32, i32, types
@@ -192,56 +192,66 @@ def tile_mask(keys: int, tiles: int) -> Any:
 
 
 @cache
-def tile_maximum(keys: int, tiles: int) -> Any:
-    """(scores, maxima) → maxima with these scores, agreed over the lanes of a row."""
+def tile_maximum(keys: int, tiles: int, chains: int = 1) -> Any:
+    """(scores, maxima) → maxima with these scores, agreed over the lanes of a row.
+
+    ``chains`` of a row run beside each other: a warp that waits for nothing else is bound by the
+    latency of one. The result is the same.
+    """
     scores, rows = _floats(tiles * keys // 2), _floats(2 * tiles)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        greatest = members(builder, args[1], 2 * tiles)
+        greatest = [[value] for value in members(builder, args[1], 2 * tiles)]
         for i, score in enumerate(members(builder, args[0], tiles * keys // 2)):
-            row = _row(i, keys)
-            greatest[row] = _maximum(builder, greatest[row], score)
+            row = greatest[_row(i, keys)]
+            if len(row) < chains:
+                row.append(score)
+            else:
+                row[:] = [*row[1:], _maximum(builder, row[0], score)]
+        folded = [reduce(partial(_maximum, builder), row) for row in greatest]
         for mask in (1, 2):
-            greatest = [
-                _maximum(builder, value, _exchange(builder, value, mask)) for value in greatest
-            ]
-        return context.make_tuple(builder, rows, greatest)
+            folded = [_maximum(builder, value, _exchange(builder, value, mask)) for value in folded]
+        return context.make_tuple(builder, rows, folded)
 
     return typed_intrinsic(rows(scores, rows), codegen)
 
 
 def _weights(
     builder: Any, scores: list[Any], maxima: list[Any], factor: Any, keys: int
-) -> tuple[list[Any], list[Any]]:
-    """2^((score − maximum) · factor), and the lane's sums of them."""
+) -> tuple[list[Any], list[Any], Any]:
+    """2^((score − maximum) · factor), the lane's sums of them, the last row's after half."""
     minus = builder.fmul(factor, ir.Constant(_FLOAT, -1.0))
     shifts = [builder.fmul(value, minus) for value in maxima]
     sums: list[Any] = [None] * len(maxima)
-    weights = []
+    weights, half = [], None
     for i, score in enumerate(scores):
         row = _row(i, keys)
         weight = _exp2(builder, builder.fma(score, factor, shifts[row]))
         sums[row] = weight if sums[row] is None else builder.fadd(sums[row], weight)
         weights.append(weight)
-    return weights, sums
+        if i == len(scores) - keys // 4 - 1:
+            half = sums[-1]
+    return weights, sums, half
 
 
 @cache
 def tile_exponentials(keys: int, tiles: int) -> Any:
-    """(scores, maxima, factor) → 2^((score − maximum) · factor), and the lane's sums.
+    """(scores, maxima, factor) → 2^((score − maximum) · factor), the lane's sums, and half of one.
 
-    The sums are of the float32 weights, keys ascending; a lane has its own columns alone.
+    The sums are of the float32 weights, keys ascending; a lane has its own columns alone. The last
+    is that of the last row after half of the keys, and tells when about half of all are computed.
     """
     scores, rows = _floats(tiles * keys // 2), _floats(2 * tiles)
-    result = types.Tuple((scores, rows))
+    result = types.Tuple((scores, rows, f32))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         flat = members(builder, args[0], tiles * keys // 2)
         maxima = members(builder, args[1], 2 * tiles)
-        weights, sums = _weights(builder, flat, maxima, args[2], keys)
+        weights, sums, half = _weights(builder, flat, maxima, args[2], keys)
         parts = [
             context.make_tuple(builder, scores, weights),
             context.make_tuple(builder, rows, sums),
+            half,
         ]
         return context.make_tuple(builder, result, parts)
 
@@ -257,7 +267,7 @@ def tile_weights(keys: int, tiles: int) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         flat = members(builder, args[0], tiles * keys // 2)
         maxima = members(builder, args[1], 2 * tiles)
-        weights, sums = _weights(builder, flat, maxima, args[2], keys)
+        weights, sums, _ = _weights(builder, flat, maxima, args[2], keys)
         packed = [pack(builder, weights[i], weights[i + 1]) for i in range(0, len(weights), 2)]
         parts = [
             context.make_tuple(builder, words, packed),

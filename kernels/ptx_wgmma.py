@@ -36,26 +36,28 @@ wgmma_wait0 = _warp_group("wgmma.wait_group.sync.aligned 0;")
 wgmma_wait1 = _warp_group("wgmma.wait_group.sync.aligned 1;")
 """Waits until at most 0 or 1 groups are in flight."""
 
-SWIZZLE_128 = 1 << 62
-"""The descriptor bits of tiles that TMA wrote with the 128-byte swizzle."""
+_SWIZZLES = {128: 1, 64: 2}
 
 
-def descriptor(stride_bytes: int, leading_bytes: int = 16) -> int:
-    """The constant part of a shared-memory descriptor, 128-byte swizzle.
+def descriptor(stride_bytes: int, leading_bytes: int = 16, *, swizzle: int = 128) -> int:
+    """The constant part of a shared-memory descriptor, as a signed 64-bit number.
 
     Parameters
     ----------
     stride_bytes : int
-        From one group of 8 rows to the next: 1,024 when rows of 128 bytes lie one after another.
+        From one group of 8 rows to the next: 8 · ``swizzle`` when rows lie one after another.
     leading_bytes : int
-        K-major tiles ignore it. MN-major ones (V): from 64 columns to the next 64.
+        K-major tiles ignore it. MN-major ones (V): from one row's width of columns to the next.
+    swizzle : 128 or 64
+        Bytes of a row, and the swizzle that TMA wrote them with.
 
     Notes
     -----
     In a kernel: ``DESCRIPTOR | ((address & 0x3FFFF) >> 4)``. In a cluster, higher address bits
     carry the thread block's rank, hence the mask.
     """
-    return SWIZZLE_128 | (stride_bytes >> 4) << 32 | (leading_bytes >> 4) << 16
+    mode = _SWIZZLES[swizzle]
+    return (mode - 4 * (mode >> 1)) << 62 | (stride_bytes >> 4) << 32 | (leading_bytes >> 4) << 16
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -112,7 +113,7 @@ class Gpu:
         box: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
     ) -> bytes:
-        """The tensor map of a bf16 array with the 128-byte swizzle, as its 128 bytes.
+        """The tensor map of a bf16 array, as its 128 bytes; the swizzle is as wide as the box.
 
         ``shape`` and ``box`` from the outermost dimension to the innermost; ``strides`` in bytes,
         without the innermost's, those of a contiguous array if absent.
@@ -130,20 +131,20 @@ class Gpu:
                 [driver.cuuint32_t(size) for size in box[::-1]],
                 [driver.cuuint32_t(1)] * len(shape),
                 driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-                driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{2 * box[-1]}B"),
                 driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         )
         return ctypes.string_at(int(encoded.getPtr()), 128)
 
-    def pool_map(self, pool: int, num_blocks: int, kv_heads: int) -> bytes:
-        """The tensor map of a KV pool of 128 dimensions, for ``attention_prefill_wgmma``."""
-        shape, box = (num_blocks * kv_heads, 2, 2, 8, 64), (1, 2, 2, 8, 64)
-        return self.tensor_map(pool, shape, box, (4096, 2048, 128, 256))
-
     def microseconds(self, work: Callable[[], None], count: int = 20, repeats: int = 7) -> float:
         """Median time of ``work``, a graph of ``count`` of it replayed ``repeats`` times."""
+        timer = self.timer(work, count)
+        return float(np.median([timer() for _ in range(repeats + 1)][1:]))  # the first warms up
+
+    def timer(self, work: Callable[[], None], count: int) -> Callable[[], float]:
+        """A graph of ``count`` of ``work``; a call replays it and gives microseconds of one."""
         driver, stream = self.driver, self.stream.handle
         work()
         self.stream.sync()
@@ -153,17 +154,18 @@ class Gpu:
             work()
         graph = self._check(driver.cuStreamEndCapture(stream))
         executable = self._check(driver.cuGraphInstantiate(graph, 0))
+        self._check(driver.cuGraphDestroy(graph))
         start, end = (self._check(driver.cuEventCreate(0)) for _ in range(2))
-        times = []
-        for _ in range(repeats + 1):  # the first is a warm-up
+
+        def once() -> float:
             self._check(driver.cuEventRecord(start, stream))
             self._check(driver.cuGraphLaunch(executable, stream))
             self._check(driver.cuEventRecord(end, stream))
             self.stream.sync()
-            times.append(self._check(driver.cuEventElapsedTime(start, end)) * 1e3 / count)
-        self._check(driver.cuGraphExecDestroy(executable))
-        self._check(driver.cuGraphDestroy(graph))
-        return float(np.median(times[1:]))
+            return float(self._check(driver.cuEventElapsedTime(start, end)) * 1e3 / count)
+
+        weakref.finalize(once, driver.cuGraphExecDestroy, executable)
+        return once
 
     @staticmethod
     def _check(result: tuple[Any, ...]) -> Any:

@@ -1,8 +1,7 @@
 """Mbarriers and bulk copies of sm_90 for the PTX machine.
 
 What a bulk copy brings arrives in shared memory only when its barrier's phase is waited for, so
-that a missing wait shows. A wait for a phase that nothing under way completes is an error: this
-machine's kernels ask before they wait.
+that a missing wait shows.
 """
 
 from __future__ import annotations
@@ -34,6 +33,8 @@ class Barrier:
     num_bytes: int = 0
     completed: int = 0
     copies: list[tuple[int, Array]] = field(default_factory=list)
+    arrived: list[tuple[int, Array]] = field(default_factory=list)
+    """What completed phases brought; ``copies`` are this phase's."""
 
 
 class Barriers:
@@ -65,17 +66,23 @@ class Barriers:
         barrier.num_bytes -= data.size
         self._settle(barrier)
 
-    def wait(self, addresses: Array, parities: Array, shared: Array) -> None:
-        """Let what the phase brought arrive."""
+    def wait(self, addresses: Array, parities: Array, shared: Array) -> Array:
+        """Whether each wait is over; then what the phase brought arrives."""
+        is_over = []
         for address, parity in zip(addresses.tolist(), parities.tolist(), strict=True):
             barrier = self.table[address]
-            assert barrier.completed % 2 != parity & 1, "a wait that nothing ends"
-            for place, data in barrier.copies:
+            is_over.append(barrier.completed % 2 != parity & 1)
+            if not is_over[-1]:
+                continue
+            for place, data in barrier.arrived:
                 shared[place : place + data.size] = data
-            barrier.copies.clear()
+            barrier.arrived.clear()
+        return np.array(is_over)
 
     @staticmethod
     def _settle(barrier: Barrier) -> None:
         if barrier.pending == 0 and barrier.num_bytes == 0:
             barrier.completed += 1
+            barrier.arrived += barrier.copies
+            barrier.copies = []
             barrier.pending = barrier.arrivals

@@ -11,13 +11,14 @@ refuses others. Approximations (``rsqrt``, ``ex2``) are exact here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from tests.kernels.ptx_barrier import Barriers, without_loops
+from tests.kernels.ptx_compute import compute, names_of, ones, raw_bits, sign, typed
+from tests.kernels.ptx_group import GROUP, NamedBarriers, TensorMap, WarpGroup, coordinates, issued
 from tests.kernels.ptx_tensor import Copies16, ldmatrix, mma, warps_of
 
 WARP = 32
@@ -30,6 +31,11 @@ _NOTHING_TO_DO = (
     "fence.acq_rel.gpu",
     "fence.mbarrier_init.release.cluster",
     "prefetch.global.L2",
+    "wgmma.fence.sync.aligned",
+    "fence.proxy.async.shared::cta",
+    "fence.proxy.tensormap::generic.acquire.gpu",
+    "setmaxnreg.inc.sync.aligned.u32",
+    "setmaxnreg.dec.sync.aligned.u32",
 )
 
 
@@ -53,6 +59,17 @@ class Memory:
         self.ends.append(start + raw.size)
         self.data[start : start + raw.size] = raw
         return _BASE + start
+
+    def tensor_map(
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        box: tuple[int, ...],
+        strides: tuple[int, ...],
+    ) -> bytes:
+        """As ``Gpu.tensor_map``, in this machine's own form."""
+        order = (list(sizes[::-1]) for sizes in (shape, strides, box))
+        return TensorMap(address, *order).encode()
 
     def get(self, address: int, like: Array) -> Array:
         """A copy of what lies at an address, with the shape and type of ``like``."""
@@ -126,11 +143,11 @@ class _Program:
             self.shared[shared[2]] = self.shared_bytes
             self.shared_bytes += int(shared[3]) + -int(shared[3]) % 16
         elif statement and not statement.startswith((".reg", ".pragma")):
-            guard = re.match(r"@(!?)(%p\d+)\s+", statement)
+            guard = re.match(r"@(!?)(%?\w+)\s+", statement)
             predicate, negated = (guard[2], guard[1] == "!") if guard else ("", False)
             statement = statement[guard.end() :] if guard else statement
             opcode, *rest = statement.split(None, 1)
-            operands = re.findall(r"\{[^}]*\}|[^,\s][^,]*", rest[0] if rest else "")
+            operands = re.findall(r"\[[^\]]*\]|\{[^}]*\}|[^,\s][^,]*", rest[0] if rest else "")
             self.code.append((predicate, negated, opcode, [o.strip() for o in operands]))
 
 
@@ -163,14 +180,24 @@ class _Block:
         self.barriers = Barriers()
         self.waited = False
         self.waiting = np.zeros(threads, bool)
+        self.named = NamedBarriers(threads)
+        self.groups = [WarpGroup() for _ in range(threads // GROUP)]
+        self.stalled = np.zeros(threads, bool)  # at an instruction that waits for other threads
 
     def run(self, order: int) -> None:
         end = len(self.program.code)
         rank = order * (np.arange(self.pc.size) // WARP)
+        has_moved = True
         while (self.pc < end).any():
-            ready = (self.pc < end) & ~self.waiting
+            left = (self.pc < end) & (self.named.held == 0)
+            ready = left & ~self.waiting & ~self.stalled
             if not ready.any():
-                self.waiting[:] = False  # all that are left have reached the barrier
+                if self.stalled.any():
+                    assert has_moved, "a wait that nothing ends"
+                    self.stalled[:] = has_moved = False
+                else:
+                    assert left.any(), "a barrier that not all reach"
+                    self.waiting[:] = False  # all that are left have reached the barrier
                 continue
             ready &= rank == rank[ready].min()
             now = int(self.pc[ready].min())
@@ -182,6 +209,7 @@ class _Block:
             if active.any():
                 with np.errstate(all="ignore"):
                     self._step(opcode, operands, active, end)
+                has_moved |= bool((active & ~self.stalled).any())
 
     def _step(self, opcode: str, operands: list[str], active: Array, end: int) -> None:
         parts = opcode.split(".")
@@ -192,8 +220,14 @@ class _Block:
             self.pc[active] = self.program.labels[operands[0]]
         elif opcode == "griddepcontrol.wait":
             self.waited = True
-        elif opcode == "bar.sync":
+        elif opcode == "bar.sync" and operands == ["0"]:
             self._wait(active, end)
+        elif name == "bar" and parts[1] in ("sync", "arrive"):
+            warps_of(active)
+            numbers, counts = (self._read(operand).astype(np.int64) for operand in operands)
+            self.named.arrive(numbers, counts, active, wait=parts[1] == "sync")
+        elif name == "wgmma" and parts[1] != "fence":
+            self._multiply(parts[1], operands, active)
         elif name in ("ld", "st"):
             self._access(parts, operands, active)
         elif name in ("mma", "ldmatrix"):
@@ -204,7 +238,9 @@ class _Block:
     def _step_data(self, opcode: str, operands: list[str], active: Array) -> None:
         parts = opcode.split(".")
         name = parts[0]
-        if opcode.startswith("cp.async.bulk"):
+        if opcode.startswith("cp.async.bulk.tensor"):
+            self._tensor_copy(operands, active)
+        elif opcode.startswith("cp.async.bulk"):
             self._bulk_copy(operands, active)
         elif name == "mbarrier":
             self._barrier(parts[1], operands, active)
@@ -223,7 +259,38 @@ class _Block:
             self._move(parts, operands, active)
         elif opcode not in _NOTHING_TO_DO:
             sources = [self._read(operand) for operand in operands[1:]]
-            self._write(operands[0], _compute(parts, sources), active)
+            self._write(operands[0], compute(parts, sources), active)
+
+    def _stall(self, threads: Array) -> None:
+        """Let threads come to this instruction again once others have moved."""
+        self.pc[threads] -= 1
+        self.stalled |= threads
+
+    def _multiply(self, operation: str, operands: list[str], active: Array) -> None:
+        """``wgmma`` instructions of each warp group that is there as a whole."""
+        here = int(self.pc[active][0]) - 1
+        earlier = self.stalled & (self.pc == here)
+        there = (active | earlier).reshape(-1, GROUP)
+        whole = there.all(axis=1)
+        together = np.repeat(whole, GROUP)
+        self._stall(active & ~together)
+        self.stalled &= ~(earlier & together)
+        self.pc[earlier & together] += 1
+        for number in np.flatnonzero(whole):
+            group, at = self.groups[number], slice(number * GROUP, (number + 1) * GROUP)
+
+            def read(name: str, at: slice = at) -> Array:
+                return self._read(name)[at]
+
+            def write(name: str, value: Array, at: slice = at) -> None:
+                self.registers.setdefault(name, np.zeros(self.pc.size, np.uint64))[at] = value
+
+            if operation == "mma_async":
+                group.issue(issued(operands, read, write))
+            elif operation == "commit_group":
+                group.commit()
+            else:
+                group.wait(int(operands[0]), read, write, self.shared)
 
     def _wait(self, active: Array, end: int) -> None:
         """Arrive at ``bar.sync``; those that wait already must wait at the same one."""
@@ -256,12 +323,12 @@ class _Block:
         target, source = operands
         half = np.uint64(int(parts[1][1:]) // 2) if parts[1][1:].isdigit() else np.uint64(0)
         if source.startswith("{"):
-            low, high = (self._read(name) for name in _names(source))
-            self._write(target, low & _ones(half) | high << half, active)
+            low, high = (self._read(name) for name in names_of(source))
+            self._write(target, low & ones(half) | high << half, active)
         elif target.startswith("{"):
-            low_name, high_name = _names(target)
+            low_name, high_name = names_of(target)
             value = self._read(source)
-            self._write(low_name, value & _ones(half), active)
+            self._write(low_name, value & ones(half), active)
             self._write(high_name, value >> half, active)
         else:
             self._write(target, self._read(source), active)
@@ -271,11 +338,11 @@ class _Block:
         targets = operands[0] if is_load else operands[1]
         inside = re.fullmatch(r"\[(.+)\]", operands[1] if is_load else operands[0])
         assert inside is not None
-        names = _names(targets) if targets.startswith("{") else [targets]
+        names = names_of(targets) if targets.startswith("{") else [targets]
         size = int(kind[1:]) // 8
         if space == "param":
             value = np.full(self.pc.size, self.program.parameters[inside[1]], np.uint64)
-            self._write(names[0], _sign(value, size) if kind[0] == "s" else value, active)
+            self._write(names[0], sign(value, size) if kind[0] == "s" else value, active)
             return
         addresses = self._address(inside[1])[active]
         if space == "global":
@@ -309,7 +376,7 @@ class _Block:
         return self._read(register.strip()) + np.uint64(int(offset or 0))
 
     def _tensor(self, name: str, parts: list[str], operands: list[str], active: Array) -> None:
-        targets, sources = _names(operands[0]), [_names(operand) for operand in operands[1:]]
+        targets, sources = names_of(operands[0]), [names_of(operand) for operand in operands[1:]]
         results = [np.zeros(self.pc.size, np.uint64) for _ in targets]
         for warp in warps_of(active):
             at = slice(warp * WARP, (warp + 1) * WARP)
@@ -319,8 +386,8 @@ class _Block:
                 values = ldmatrix(self.shared, addresses, len(targets), transposed=transposed)
             else:
                 a, b, c = ([self._read(register)[at] for register in group] for group in sources)
-                sums = mma([_typed(value, "f32") for value in c], a, b)
-                values = [_raw(value, "f32") for value in sums]
+                sums = mma([typed(value, "f32") for value in c], a, b)
+                values = [raw_bits(value, "f32") for value in sums]
             for result, value in zip(results, values, strict=True):
                 result[at] = value
         for register, result in zip(targets, results, strict=True):
@@ -361,17 +428,36 @@ class _Block:
             self.memory.indices(np.array([source + np.uint64(size - 16)]), 16)
             self.barriers.copy(int(barrier), int(place), self.memory.data[first : first + size])
 
+    def _tensor_copy(self, operands: list[str], active: Array) -> None:
+        name, corner = coordinates(operands[1])
+        where = [self._read(register).astype(np.uint32).view(np.int32) for register in corner]
+        places, maps = self._address(operands[0]), self._read(name)
+        barriers = self._address(operands[2])
+        assert self.waited, "a copy before griddepcontrol.wait"
+
+        def read(addresses: Array) -> Array:
+            return self.memory.data[self.memory.indices(addresses, 16)]
+
+        for thread in np.flatnonzero(active):
+            raw = self.memory.data[self.memory.indices(maps[[thread]], 128)[0]]
+            place, box = int(places[thread]), TensorMap.decode(raw)
+            data = box.box_at([int(index[thread]) for index in where], place, read)
+            self.shared[place : place + data.size] = 0xFF  # from now on it may change
+            self.barriers.copy(int(barriers[thread]), place, data)
+
     def _barrier(self, operation: str, operands: list[str], active: Array) -> None:
         if operands[0] == "_":  # an arrival whose state is not kept
             operands = operands[1:]
         addresses = self._address(operands[0])[active].astype(np.int64)
-        numbers = self._read(operands[1])[active].astype(np.int64)
+        numbers = self._read(operands[1] if len(operands) > 1 else "0")[active].astype(np.int64)
         if operation == "init":
             self.barriers.init(addresses, numbers)
         elif operation == "arrive":
             self.barriers.expect(addresses, numbers)
         else:
-            self.barriers.wait(addresses, numbers, self.shared)
+            is_over = np.zeros(active.size, bool)
+            is_over[active] = self.barriers.wait(addresses, numbers, self.shared)
+            self._stall(active & ~is_over)
 
     def _atomic_add(self, space: str, operands: list[str], active: Array) -> None:
         old = np.zeros(self.pc.size, np.uint64)
@@ -385,160 +471,3 @@ class _Block:
             old[thread] = word[0]
             data[at] = (word + addends[thread].astype(np.uint32)).view(np.uint8)
         self._write(operands[0], old, active)
-
-
-def _names(braces: str) -> list[str]:
-    return [name.strip() for name in braces.strip("{}").split(",")]
-
-
-def _ones(bits: Any) -> Any:
-    return (np.uint64(1) << np.uint64(bits)) - np.uint64(1)
-
-
-def _sign(value: Array, size: int) -> Array:
-    """Sign-extended to 64 bits from ``size`` bytes."""
-    return value.astype(f"u{size}").view(f"i{size}").astype(np.int64).view(np.uint64)
-
-
-def _typed(value: Array, kind: str) -> Array:
-    """Raw bits as numbers: ``f32``, ``f16``, ``s64``, ``u32``, ``b16`` …"""
-    size = int(kind[1:]) // 8
-    letter = {"f": "f", "s": "i"}.get(kind[0], "u")
-    return value.astype(f"u{size}").view(f"{letter}{size}")
-
-
-def _raw(value: Array, kind: str) -> Array:
-    size = int(kind[1:]) // 8
-    letter = {"f": "f", "s": "i"}.get(kind[0], "u")
-    return value.astype(f"{letter}{size}").view(f"u{size}").astype(np.uint64)
-
-
-def _bf16(value: Array) -> Array:
-    """Float32 rounded to nearest even, as 16 bits."""
-    bits = value.view(np.uint32).astype(np.uint64)
-    rounded = bits + np.uint64(0x7FFF) + (bits >> np.uint64(16) & np.uint64(1)) >> np.uint64(16)
-    return np.where(np.isnan(value), np.uint64(0x7FFF), rounded)
-
-
-def _f16(value: Array) -> Array:
-    return value.astype(np.float16).view(np.uint16).astype(np.uint64)
-
-
-def _fused(a: Array, b: Array, c: Array, down: bool) -> Array:
-    exact = a.astype(np.float64) * b + c
-    nearest = exact.astype(np.float32)
-    return (
-        np.where(nearest > exact, np.nextafter(nearest, np.float32(-np.inf)), nearest)
-        if down
-        else nearest
-    )
-
-
-_POWERS = np.uint32(1) << np.arange(32, dtype=np.uint32)
-
-
-def _bits_of(value: Array) -> Array:
-    """The 32 bits of each word, lowest first."""
-    return value[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1)
-
-
-_COMPARE: dict[str, Callable[..., Array]] = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
-    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
-    "leu": lambda a, b: ~(a > b),
-    "geu": lambda a, b: ~(a < b),
-    "ltu": lambda a, b: ~(a >= b),
-    "gtu": lambda a, b: ~(a <= b),
-    "neu": np.not_equal,
-    "equ": lambda a, b: ~((a < b) | (a > b)),
-}
-_BINARY: dict[str, Callable[..., Array]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "rem": np.remainder,
-    "max": np.maximum,
-    "min": np.minimum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "copysign": lambda sign, value: np.copysign(value, sign),
-}
-_UNARY: dict[str, Callable[..., Array]] = {
-    "abs": np.abs,
-    "neg": np.negative,
-    "not": np.invert,
-    "popc": np.bitwise_count,
-    "brev": lambda x: _bits_of(x)[:, ::-1] @ _POWERS,
-    "clz": lambda x: 32 - (np.frexp(x.astype(np.float64))[1]),
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: np.float32(1) / np.sqrt(x),
-    "rcp": lambda x: np.float32(1) / x,
-    "ex2": np.exp2,
-    "lg2": np.log2,
-}
-
-
-def _compute(parts: list[str], sources: list[Array]) -> Array:
-    name, kind = parts[0], parts[-1]
-    if kind == "pred":
-        return (~sources[0].astype(bool) if name == "not" else _BINARY[name](*sources)).astype(
-            np.uint64
-        )
-    if name == "cvt":
-        return _convert(parts, sources)
-    if name == "selp":
-        return np.where(sources[2].astype(bool), sources[0], sources[1])
-    if name in ("shl", "shr"):
-        operation = np.left_shift if name == "shl" else np.right_shift
-        value = _typed(sources[0], kind)
-        return _raw(operation(value, sources[1].astype(value.dtype)), kind)
-    numbers = [_typed(source, kind) for source in sources]
-    if name == "setp":
-        return _COMPARE[parts[1]](*numbers).astype(np.uint64)
-    if name == "mul" and parts[1] == "wide":
-        wide = kind[0] + "64"
-        return _raw(numbers[0].astype(np.int64) * numbers[1].astype(np.int64), wide)
-    if name == "mad":
-        return _raw(numbers[0] * numbers[1] + numbers[2], kind)
-    if name == "prmt":
-        return _permute(*sources)
-    if name == "bfi":
-        field, word, start, length = sources
-        mask = _ones(length) << start
-        return _raw(_typed(word & ~mask | field << start & mask, kind), kind)
-    if name == "fma":
-        return _raw(_fused(*numbers, down=parts[1] == "rm"), kind)
-    table = _UNARY if len(numbers) == 1 else _BINARY
-    return _raw(table[name](*numbers), kind)
-
-
-def _permute(low: Array, high: Array, selector: Array) -> Array:
-    """Four of the eight bytes of (low, high), by the selector's nibbles below 8."""
-    word, byte = low & _ones(32) | high << np.uint64(32), np.uint64(255)
-    result = np.zeros_like(word)
-    for i in range(4):
-        nibble = selector >> np.uint64(4 * i) & np.uint64(15)
-        assert (nibble < 8).all()
-        result |= (word >> nibble * np.uint64(8) & byte) << np.uint64(8 * i)
-    return result
-
-
-def _convert(parts: list[str], sources: list[Array]) -> Array:
-    target, source = parts[-2], parts[-1]
-    value = _typed(sources[-1], source)
-    if target in ("bf16x2", "f16x2"):
-        narrow = _bf16 if target == "bf16x2" else _f16
-        return narrow(value) | narrow(_typed(sources[0], source)) << np.uint64(16)
-    if target in ("bf16", "f16"):
-        return (_bf16 if target == "bf16" else _f16)(value)
-    if "sat" in parts:
-        return _raw(np.clip(value, 0, 1), target)
-    return _raw(value, target)

@@ -98,22 +98,32 @@ def prefill(
     bench: Bench, given: Sequences, pools: list[Buffer], chunks: list[tuple[int, int]], form: str
 ) -> np.ndarray:
     """Run the kernel ``form`` for the positions first … end − 1 of each sequence."""
+    from atlas_kernels.attention_plan import prefill_rows, wgmma_tiles
+
     chosen = [(n, at) for n, chunk in enumerate(chunks) for at in range(*chunk)]
     q = bench.put(np.stack([given.every_q[n][at] for n, at in chosen]), "bf16", pad=8)
     out = bench.empty((len(chosen), given.heads, given.dim), "bf16", pad=24)
     lengths = [end - first for first, end in chunks]
     last = [out.address, bench.put_ints(given.tables), bench.put_ints(np.cumsum([0, *lengths]))]
     last += [bench.put_ints([at for _, at in chosen]), given.heads, given.kv_heads]
-    strides = [given.tables.shape[1], q.stride, out.stride, np.float32(given.dim**-0.5)]
-    if form == "wgmma_d128":
-        sizes = len(given.k), given.kv_heads
-        raw = [bench.memory.pool_map(pool.address, *sizes) for pool in pools]
-        maps = [bench.memory.put(np.frombuffer(map, np.uint8)) for map in raw]
-        args = [q.address, *maps, *last, *strides]
-        grid = (len(chunks) * given.heads, -(-max(lengths) // 128) + 1)
+    if form.startswith("wgmma"):
+        sources = [_pool_map(bench, given, pool) for pool in pools]
+        last += [len(chunks)]
+        grid = (given.heads, wgmma_tiles(sum(lengths), len(chunks)))
     else:
-        args = [q.address, pools[0].address, pools[1].address, *last]
-        args += [given.window, *strides, np.float32(given.softcap)]
-        grid = (len(chunks) * given.heads, -(-max(lengths) // (64 if given.dim == 256 else 128)))
-    bench.run(f"attention_prefill_{form}", grid, args)
+        sources = [pool.address for pool in pools]
+        grid = (len(chunks) * given.heads, -(-max(lengths) // prefill_rows(given.dim)))
+    last += [given.window, given.tables.shape[1], q.stride, out.stride]
+    last += [np.float32(given.dim**-0.5), np.float32(given.softcap)]
+    bench.run(f"attention_prefill_{form}", grid, [q.address, *sources, *last])
     return bench.get(out)
+
+
+def _pool_map(bench: Bench, given: Sequences, pool: Buffer) -> int:
+    """Address of a pool's tensor map."""
+    from atlas_kernels.attention_plan import pool_view
+
+    box, strides = pool_view(given.dim)
+    shape = (len(given.k) * given.kv_heads, *box[1:])
+    raw = bench.memory.tensor_map(pool.address, shape, box, strides)
+    return bench.memory.put(np.frombuffer(raw, np.uint8))

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from atlas_kernels.attention_plan import (
     SPLIT,
     STEP_DIMS,
+    WGMMA_KEYS,
     WORKERS_PER_SM,
     fresh_rows,
+    pool_view,
     prefill_rows,
     prefill_variant,
+    wgmma_tiles,
+    wgmma_variant,
 )
 
 from atlas.backends.cuda.array import DeviceArray
@@ -32,7 +36,6 @@ from atlas.errors import ShapeError
 
 BLOCK_LEN = 16
 """Tokens in a block of the pools."""
-_WGMMA_DIM, _WGMMA_ROWS = 128, 128
 _PARTIAL_BYTES = 96 << 20  # of scratch for partial results; beyond it one worker has all splits
 
 
@@ -224,23 +227,24 @@ def attention_prefill(
     sizes = pools_of(q, k_pool, v_pool)
     seqs, dim = _check_tables(q, block_tables, cu_rows, positions, out), sizes.dim
     tables: Args = (out, block_tables, cu_rows, positions, sizes.heads, sizes.kv_heads)
-    strides = (block_tables.shape[1], q.strides[0], out.strides[0])
-    is_plain = window is None and softcap is None
-    if queue.device.arch == "sm_90a" and dim == _WGMMA_DIM and is_plain:
+    limits: Args = (window or 0, block_tables.shape[1], q.strides[0], out.strides[0])
+    limits += (scale, softcap or 0.0)
+    if queue.device.arch == "sm_90a" and dim in WGMMA_KEYS:
         maps = tuple(_pool_map(queue, pool) for pool in (k_pool, v_pool))
-        grid = (seqs * sizes.heads, -(-sizes.rows // _WGMMA_ROWS) + 1)
-        args: Args = (q, *maps, *tables, *strides, scale)
-        queue.launch(f"attention_prefill_wgmma_d{dim}", grid, args, (k_pool, v_pool))
+        grid = (sizes.heads, wgmma_tiles(sizes.rows, seqs))
+        name = f"attention_prefill_wgmma_{wgmma_variant(dim, capped=bool(softcap))}"
+        queue.launch(name, grid, (q, *maps, *tables, seqs, *limits), (k_pool, v_pool))
         return
     grid = (seqs * sizes.heads, -(-sizes.rows // prefill_rows(dim)))
-    args = (q, k_pool, v_pool, *tables, window or 0, *strides, scale, softcap or 0.0)
-    queue.launch(f"attention_prefill_{prefill_variant(dim)}", grid, args)
+    name = f"attention_prefill_{prefill_variant(dim)}"
+    queue.launch(name, grid, (q, k_pool, v_pool, *tables, *limits))
 
 
 def _pool_map(queue: Queue, pool: DeviceArray) -> int:
-    """The tensor map of a pool: boxes of one head of one block, in halves of 64 dimensions."""
-    shape = (pool.shape[0] * pool.shape[1], 2, 2, 8, 64)
-    return queue.tensor_map(pool, (1, 2, 2, 8, 64), shape=shape, strides=(4096, 2048, 128, 256))
+    """The tensor map of a pool: boxes of one head of one block."""
+    box, strides = pool_view(pool.shape[3])
+    shape = (pool.shape[0] * pool.shape[1], *box[1:])
+    return queue.tensor_map(pool, box, shape=shape, strides=strides)
 
 
 def pools_of(q: DeviceArray, k_pool: DeviceArray, v_pool: DeviceArray) -> Heads:

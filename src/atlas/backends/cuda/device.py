@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _OLDEST = (8, 0)
 _MAP_BYTES = 128
 _SLAB_MAPS = 4096  # tensor maps allocated at a time
+_SWIZZLES = {64: "CU_TENSOR_MAP_SWIZZLE_128B", 32: "CU_TENSOR_MAP_SWIZZLE_64B"}
+"""By elements of a box's row."""
 _log = logging.getLogger("atlas")
 
 
@@ -241,6 +243,8 @@ class TensorMaps:
         assert strides is not None
         if array.dtype not in ("bfloat16", "float16"):
             raise ShapeError(f"a tensor map of {array.dtype}; allowed: bfloat16, float16")
+        if box[-1] not in _SWIZZLES:
+            raise ShapeError(f"a box of {box[-1]} elements a row; allowed: 64, 32")
         if len(box) != len(shape) or len(strides) != len(shape) - 1:
             raise ShapeError(f"box {box} and strides {strides} for shape {shape}")
         key = (array.address, array.dtype, shape, strides, box)
@@ -283,7 +287,7 @@ class TensorMaps:
                 [api.cuuint32_t(size) for size in box[::-1]],
                 [api.cuuint32_t(1)] * len(shape),
                 api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-                api.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                getattr(api.CUtensorMapSwizzle, _SWIZZLES[box[-1]]),
                 api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             ),

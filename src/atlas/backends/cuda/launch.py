@@ -173,14 +173,15 @@ class Queue:
         shape: tuple[int, ...] | None = None,
         strides: tuple[int, ...] | None = None,
     ) -> int:
-        """Device address of a TMA tensor map with the 128-byte swizzle; out of bounds reads 0.
+        """Device address of a TMA tensor map with a swizzle; out of bounds reads 0.
 
         Parameters
         ----------
         array : bfloat16 or float16
             The innermost axis is contiguous.
         box : tuple of int
-            Elements of a box, outermost axis first; 64 in the innermost.
+            Elements of a box, outermost axis first; 64 in the innermost for the 128-byte swizzle,
+            32 for the 64-byte one.
         shape, strides : tuple of int, optional
             Another description of the same memory (``strides`` in bytes, without the innermost).
         """
