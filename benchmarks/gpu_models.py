@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--kv-tokens", type=int, default=66_000)
     parser.add_argument("--max-seq-len", type=int, default=8_256)
-    parser.add_argument("--chunk-tokens", type=int, default=1_024)
+    parser.add_argument("--chunk-tokens", type=int, default=8_192)
     parser.add_argument("--long-prompt", type=int, default=8_192)
     parser.add_argument("--decode-only", action="store_true")
     parser.add_argument("--json", type=Path)

@@ -961,7 +961,7 @@ class Engine:
         return html_table("atlas.Engine", self.describe())
 
 
-_CUDA_CHUNK_TOKENS = 1024
+_CUDA_CHUNK_TOKENS = 2048
 _log = logging.getLogger("atlas")
 
 

@@ -21,7 +21,8 @@ class SchedulingOptions:
     max_running : int
         Sequences that hold KV blocks at a time.
     chunk_tokens : int
-        Prompt tokens of one request in a step at most.
+        Prompt tokens of one request in a step at most: more are faster as a whole, and keep
+        running sequences waiting longer. On a GPU the default is 2,048.
     max_prefills : int
         Prompts in a step at most.
     preemption : {"requeue", "spill"}
@@ -57,13 +58,18 @@ class SchedulingOptions:
     feed: bool | None = None
 
     def __post_init__(self) -> None:
-        least = {"max_running": 1, "chunk_tokens": 1, "max_prefills": 1, "state_snapshots": 0}
-        for name, low in least.items():
+        ranges = {
+            "max_running": (1, 1024),
+            "chunk_tokens": (1, 65536),
+            "max_prefills": (1, 1024),
+            "state_snapshots": (0, 1024),
+        }
+        for name, (low, high) in ranges.items():
             value = getattr(self, name)
             whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-            if not whole or not low <= value <= 1024:
+            if not whole or not low <= value <= high:
                 raise InvalidArgumentError(
-                    f"{name} is {value!r}; allowed: an integer, {low} … 1024"
+                    f"{name} is {value!r}; allowed: an integer, {low} … {high}"
                 )
             object.__setattr__(self, name, int(value))  # NumPy's integers too
         for name in ("token_deadline_s", "aging_s"):
