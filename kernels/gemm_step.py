@@ -87,35 +87,37 @@ def _ask_weights(tile: StepTile) -> Any:
 
 
 def _begin(tile: StepTile) -> Any:
-    """By one thread: make the barriers."""
+    """By the first threads, one each: make the barriers."""
     stages, barriers = tile.stages, tile.barrier_offset
     arrivals = tile.sharers * tile.consumers // 32  # who loads for others waits for them
 
     @device
-    def begin(base):
-        full = i32(base + barriers)
-        for i in range(stages):
-            barrier_init(full + 8 * i, 1)
-            barrier_init(full + 8 * (stages + i), arrivals)
-        barrier_init_fence()
+    def begin(base, thread):
+        if thread < 2 * stages:
+            barrier_init(base + barriers + 8 * thread, 1 if thread < stages else arrivals)
+            barrier_init_fence()
 
     return begin
 
 
 def _prefetch(tile: StepTile) -> Any:
-    """By the same thread: ask for the first stages of weights, which are no other kernel's."""
+    """By one thread: ask for the first stages of weights, which are no other kernel's."""
     stages, stage_bytes, k_block = tile.stages, tile.stage_bytes, tile.k_block
     barriers, boxes, ahead = tile.barrier_offset, tile.k_block // BOX_K, tile.stages + tile.ahead
     ask_weights = _ask_weights(tile)
 
     @device
     def prefetch(map_w, base, steps, column0, num_columns, rank):
-        for i in range(min(i32(stages), steps)):
+        i, end = i32(0), min(i32(stages), steps)
+        while i < end:
             at, ready = i32(base + i * stage_bytes), i32(base + barriers + 8 * i)
             ask_weights(map_w, at, ready, i32(i * k_block), column0, num_columns, rank)
-        for i in range(stages, min(i32(ahead), steps)):
+            i = i32(i + 1)
+        end = min(i32(ahead), steps)
+        while i < end:
             for b in range(boxes):
                 _bring(map_w, i32(i * k_block + b * BOX_K), column0)
+            i = i32(i + 1)
 
     return prefetch
 
@@ -129,8 +131,8 @@ def _produce(tile: StepTile) -> Any:
 
     @device
     def produce(map_w, map_x, base, steps, column0, num_columns, row0, rank):
-        stage, parity = i32(0), i32(1)
-        for i in range(steps):
+        stage, parity, i = i32(0), i32(1), i32(0)
+        while i < steps:
             at, ready = i32(base + stage * stage_bytes), i32(base + barriers + 8 * stage)
             at_k = i32(i * k_block)
             if i >= stages:
@@ -138,7 +140,7 @@ def _produce(tile: StepTile) -> Any:
                 ask_weights(map_w, at, ready, at_k, column0, num_columns, rank)
             for b in range(boxes):
                 _load_rows(at + offset + b * box_bytes, map_x, ready, at_k + b * BOX_K, row0)
-            stage = i32(stage + 1)
+            i, stage = i32(i + 1), i32(stage + 1)
             if stage == stages:
                 stage, parity = i32(0), i32(parity ^ 1)
 
@@ -186,8 +188,8 @@ def _consume(tile: StepTile) -> Any:
     def consume(base, steps, thread):
         total = zero()
         full = i32(base + barriers)
-        stage, parity, previous = i32(0), i32(0), i32(0)
-        for i in range(steps):
+        stage, parity, previous, i = i32(0), i32(0), i32(0), i32(0)
+        while i < steps:
             barrier_wait(full + 8 * stage, parity)
             at = i32(base + stage * stage_bytes)
             a = i64(constant) | i64(((at + (thread >> 7) * 8192) & 0x3FFFF) >> 4)
@@ -197,7 +199,7 @@ def _consume(tile: StepTile) -> Any:
             if i > 0:
                 give_back(i32(full + 8 * (stages + previous)), thread & 31)
             previous = stage
-            stage = i32(stage + 1)
+            i, stage = i32(i + 1), i32(stage + 1)
             if stage == stages:
                 stage, parity = i32(0), i32(parity ^ 1)
         wgmma_wait0()
@@ -220,7 +222,8 @@ def _write(tile: StepTile) -> Any:
         option,
     ):  # fmt: skip
         count = i32(min(i32(rows), i32(m - row0)) * quads)
-        for e in range(thread_x(), count, threads):
+        e = thread_x()
+        while e < count:
             own, at = quotient(i32(e), quads), i32(remainder(i32(e), quads) * 4)
             row, column = i32(row0 + own), i32(column0 + at)
             source = i32(base + own * pitch + at * 4)
@@ -234,6 +237,7 @@ def _write(tile: StepTile) -> Any:
                         sums, row, column, bias, residual, out, residual_stride, out_stride,
                         option,
                     )  # fmt: skip
+            e = i32(e + threads)
 
     return write
 
@@ -267,8 +271,7 @@ def make_gemm_step(tile: StepTile) -> Any:
         rank = i32(remainder(block_x(), sharers))
         column0, row0 = i32(quotient(block_x(), sharers) * box_rows), i32(rank * rows)
         num_columns, steps = quotient(n, halves), quotient(i32(k + (k_block - 1)), k_block)
-        if thread == consumers:
-            begin(base)
+        begin(base, thread)
         sync_blocks()  # the barriers are ready, in every thread block of the cluster
         if thread == consumers:
             prefetch(map_w, base, steps, column0, num_columns, rank)

@@ -238,6 +238,8 @@ class _Block:
     def _step_data(self, opcode: str, operands: list[str], active: Array) -> None:
         parts = opcode.split(".")
         name = parts[0]
+        if opcode.startswith("cp.async.bulk.prefetch"):
+            return  # into a cache
         if opcode.startswith("cp.async.bulk.tensor"):
             self._tensor_copy(operands, active)
         elif opcode.startswith("cp.async.bulk"):
@@ -270,9 +272,10 @@ class _Block:
         """``wgmma`` instructions of each warp group that is there as a whole."""
         here = int(self.pc[active][0]) - 1
         earlier = self.stalled & (self.pc == here)
-        there = (active | earlier).reshape(-1, GROUP)
-        whole = there.all(axis=1)
-        together = np.repeat(whole, GROUP)
+        num_groups = active.size // GROUP  # the warps behind have no part in products
+        whole = (active | earlier)[: num_groups * GROUP].reshape(-1, GROUP).all(axis=1)
+        together = np.zeros(active.size, bool)
+        together[: num_groups * GROUP] = np.repeat(whole, GROUP)
         self._stall(active & ~together)
         self.stalled &= ~(earlier & together)
         self.pc[earlier & together] += 1
@@ -433,9 +436,10 @@ class _Block:
         where = [self._read(register).astype(np.uint32).view(np.int32) for register in corner]
         places, maps = self._address(operands[0]), self._read(name)
         barriers = self._address(operands[2])
-        assert self.waited, "a copy before griddepcontrol.wait"
 
         def read(addresses: Array) -> Array:
+            early = not self.waited and not self.memory.are_constant(addresses)
+            assert not early, "a copy before griddepcontrol.wait"
             return self.memory.data[self.memory.indices(addresses, 16)]
 
         for thread in np.flatnonzero(active):
