@@ -202,17 +202,6 @@ MMA_TILES: dict[str, MmaTile] = {
 """Tiles of the ``mma.sync`` form: ``gemm_step_mma_bf16_<variant>``; medium matrices take narrow's.
 """
 
-LINE_BYTES = {"q8_0": 68, "q4_0": 36, "q4_1": 40}
-"""Bytes of 64 elements, two blocks, as GGUF stores them."""
-QUANT_RUNGS = (8, 32, 128)
-QUANT_TILES: dict[str, MmaTile] = {
-    f"{type}_{form}_{rows}": MmaTile(rows, k_splits, form == "gated", line_bytes)
-    for type, line_bytes in LINE_BYTES.items()
-    for form, k_splits in (("narrow", 2), ("wide", 1), ("gated", 1))
-    for rows in QUANT_RUNGS
-}
-"""Tiles of ``gemm_step_<type>_<variant>``, quantised weights: ``MMA_TILES`` with fewer rungs."""
-
 
 def form(n: int, *, gated: bool = False) -> str:
     """The family of tiles of a matrix of ``n`` rows; it alone decides the order of summation.

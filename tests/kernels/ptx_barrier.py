@@ -1,8 +1,8 @@
 """Mbarriers and bulk copies of sm_90 for the PTX machine.
 
 What a bulk copy brings arrives in shared memory only when its barrier's phase is waited for, so
-that a missing wait shows. A wait for a phase that nothing under way completes is an error: this
-machine's kernels ask before they wait.
+that a missing wait shows. A thread that waits for a phase which is not complete stands still until
+another one has arrived or copied.
 """
 
 from __future__ import annotations
@@ -65,14 +65,18 @@ class Barriers:
         barrier.num_bytes -= data.size
         self._settle(barrier)
 
-    def wait(self, addresses: Array, parities: Array, shared: Array) -> None:
-        """Let what the phase brought arrive."""
-        for address, parity in zip(addresses.tolist(), parities.tolist(), strict=True):
+    def wait(self, addresses: Array, parities: Array, shared: Array) -> Array:
+        """Let what the phases brought arrive; which of them are complete."""
+        complete = np.zeros(addresses.size, bool)
+        pairs = zip(addresses.tolist(), parities.tolist(), strict=True)
+        for i, (address, parity) in enumerate(pairs):
             barrier = self.table[address]
-            assert barrier.completed % 2 != parity & 1, "a wait that nothing ends"
-            for place, data in barrier.copies:
-                shared[place : place + data.size] = data
-            barrier.copies.clear()
+            complete[i] = barrier.completed % 2 != parity & 1
+            if complete[i]:
+                for place, data in barrier.copies:
+                    shared[place : place + data.size] = data
+                barrier.copies.clear()
+        return complete
 
     @staticmethod
     def _settle(barrier: Barrier) -> None:

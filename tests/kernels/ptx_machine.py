@@ -11,16 +11,18 @@ refuses others. Approximations (``rsqrt``, ``ex2``) are exact here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from tests.kernels import ptx_group
 from tests.kernels.ptx_barrier import Barriers, without_loops
+from tests.kernels.ptx_compute import compute, ones, raw, sign_extended, typed
 from tests.kernels.ptx_tensor import Copies16, ldmatrix, mma, warps_of
 
 WARP = 32
+_NOWHERE = -1  # no ``bar.sync`` that a thread waits at
 _BASE = 1 << 20
 _GUARD = 256  # bytes between allocations
 Array = np.ndarray[Any, Any]
@@ -30,6 +32,9 @@ _NOTHING_TO_DO = (
     "fence.acq_rel.gpu",
     "fence.mbarrier_init.release.cluster",
     "prefetch.global.L2",
+    "wgmma.fence.sync.aligned",
+    "wgmma.commit_group.sync.aligned",
+    "wgmma.wait_group.sync.aligned",
 )
 
 
@@ -59,6 +64,16 @@ class Memory:
         start = address - _BASE
         raw = self.data[start : start + like.nbytes].copy()
         return raw.view(like.dtype).reshape(like.shape)
+
+    def tensor_map(
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        box: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+    ) -> bytes:
+        """A tensor map of this machine, as ``Gpu.tensor_map`` makes one of a GPU's."""
+        return ptx_group.encode_map(address, shape, box, strides)
 
     def are_constant(self, addresses: Array) -> bool:
         """Whether accesses lie in ``constants``."""
@@ -162,16 +177,15 @@ class _Block:
         self.copies = Copies16(threads // WARP)
         self.barriers = Barriers()
         self.waited = False
-        self.waiting = np.zeros(threads, bool)
+        self.waiting = np.full(threads, _NOWHERE)
+        self.stalled = np.zeros(threads, bool)
 
     def run(self, order: int) -> None:
         end = len(self.program.code)
         rank = order * (np.arange(self.pc.size) // WARP)
         while (self.pc < end).any():
-            ready = (self.pc < end) & ~self.waiting
-            if not ready.any():
-                self.waiting[:] = False  # all that are left have reached the barrier
-                continue
+            ready = (self.pc < end) & (self.waiting == _NOWHERE) & ~self.stalled
+            assert ready.any(), "threads wait for what nothing ends"
             ready &= rank == rank[ready].min()
             now = int(self.pc[ready].min())
             active = ready & (self.pc == now)
@@ -193,18 +207,22 @@ class _Block:
         elif opcode == "griddepcontrol.wait":
             self.waited = True
         elif opcode == "bar.sync":
-            self._wait(active, end)
+            self._wait(operands, active, end)
         elif name in ("ld", "st"):
             self._access(parts, operands, active)
         elif name in ("mma", "ldmatrix"):
             self._tensor(name, parts, operands, active)
+        elif opcode.startswith("wgmma.mma_async"):
+            self._group_product(operands, active)
         else:
             self._step_data(opcode, operands, active)
 
     def _step_data(self, opcode: str, operands: list[str], active: Array) -> None:
         parts = opcode.split(".")
         name = parts[0]
-        if opcode.startswith("cp.async.bulk"):
+        if opcode.startswith("cp.async.bulk.tensor.2d.shared"):
+            self._tile_copy(operands, active)
+        elif opcode.startswith("cp.async.bulk"):
             self._bulk_copy(operands, active)
         elif name == "mbarrier":
             self._barrier(parts[1], operands, active)
@@ -223,14 +241,18 @@ class _Block:
             self._move(parts, operands, active)
         elif opcode not in _NOTHING_TO_DO:
             sources = [self._read(operand) for operand in operands[1:]]
-            self._write(operands[0], _compute(parts, sources), active)
+            self._write(operands[0], compute(parts, sources), active)
 
-    def _wait(self, active: Array, end: int) -> None:
-        """Arrive at ``bar.sync``; those that wait already must wait at the same one."""
-        assert (self.pc < end).all(), "a barrier after some threads have left"
-        together = active | self.waiting
+    def _wait(self, operands: list[str], active: Array, end: int) -> None:
+        """Arrive at ``bar.sync``; those that wait there already must wait at the same one."""
+        number, count = int(self._read(operands[0])[active][0]), self.pc.size
+        if len(operands) > 1:
+            count = int(self._read(operands[1])[active][0])
+        assert number or (self.pc < end).all(), "a barrier after some threads have left"
+        together = active | (self.waiting == number)
         assert np.unique(self.pc[together]).size == 1, "two barriers at once"
-        self.waiting = together
+        assert together.sum() <= count, "more threads than the barrier has"
+        self.waiting[together] = number if together.sum() < count else _NOWHERE
 
     def _read(self, operand: str) -> Array:
         """Raw bits, as uint64, of a register, a literal or a shared variable's address."""
@@ -255,11 +277,11 @@ class _Block:
         half = np.uint64(int(parts[1][1:]) // 2) if parts[1][1:].isdigit() else np.uint64(0)
         if source.startswith("{"):
             low, high = (self._read(name) for name in _names(source))
-            self._write(target, low & _ones(half) | high << half, active)
+            self._write(target, low & ones(half) | high << half, active)
         elif target.startswith("{"):
             low_name, high_name = _names(target)
             value = self._read(source)
-            self._write(low_name, value & _ones(half), active)
+            self._write(low_name, value & ones(half), active)
             self._write(high_name, value >> half, active)
         else:
             self._write(target, self._read(source), active)
@@ -273,7 +295,7 @@ class _Block:
         size = int(kind[1:]) // 8
         if space == "param":
             value = np.full(self.pc.size, self.program.parameters[inside[1]], np.uint64)
-            self._write(names[0], _sign(value, size) if kind[0] == "s" else value, active)
+            self._write(names[0], sign_extended(value, size) if kind[0] == "s" else value, active)
             return
         addresses = self._address(inside[1])[active]
         if space == "global":
@@ -317,12 +339,53 @@ class _Block:
                 values = ldmatrix(self.shared, addresses, len(targets), transposed=transposed)
             else:
                 a, b, c = ([self._read(register)[at] for register in group] for group in sources)
-                sums = mma([_typed(value, "f32") for value in c], a, b)
-                values = [_raw(value, "f32") for value in sums]
+                sums = mma([typed(value, "f32") for value in c], a, b)
+                values = [raw(value, "f32") for value in sums]
             for result, value in zip(results, values, strict=True):
                 result[at] = value
         for register, result in zip(targets, results, strict=True):
             self._write(register, result, active)
+
+    def _group_product(self, operands: list[str], active: Array) -> None:
+        """``wgmma`` of each active warp group, with A in registers or in shared memory."""
+        targets, b = _names(operands[0]), self._read(operands[2])
+        groups = active[: active.size // (4 * WARP) * 4 * WARP].reshape(-1, 4 * WARP)
+        assert groups.sum() == active.sum()
+        assert (groups.all(axis=1) | ~groups.any(axis=1)).all(), "a product without its warp group"
+        in_registers = operands[1].startswith("{")
+        names = _names(operands[1]) if in_registers else [operands[1]]
+        for group in np.flatnonzero(groups.all(axis=1)):
+            at = slice(group * 4 * WARP, (group + 1) * 4 * WARP)
+            sums = [typed(self._read(register)[at], "f32") for register in targets]
+            words = [self._read(register)[at] for register in names]
+            left: Any = words if in_registers else int(words[0][0])
+            sums = ptx_group.wgmma(self.shared, sums, left, int(b[at][0]))
+            for register, values in zip(targets, sums, strict=True):
+                self.registers[register][at] = raw(values, "f32")
+
+    def _global_bytes(self, addresses: Array, size: int) -> Array:
+        return self.memory.data[self.memory.indices(addresses, size)]
+
+    def _tile_copy(self, operands: list[str], active: Array) -> None:
+        assert active.sum() == 1, "one thread asks for a tile"
+        place, place_of_map, column, row, barrier = (
+            int(value[active].view(np.int64)[0])
+            for value in (
+                self._address(operands[0]),
+                self._address(operands[1]),
+                *(sign_extended(self._read(name), 4) for name in _names(operands[2])),
+                self._address(operands[4]),
+            )
+        )
+        assert place % 1024 == 0, "the swizzle has a period of 1,024 bytes"
+        first = self.memory.indices(np.array([place_of_map]), 8)[0, 0]
+        encoded = self.memory.data[first : first + 128].copy()
+        source = np.array([ptx_group.map_address(encoded)])
+        early = not self.waited and not self.memory.are_constant(source)
+        assert not early, "a copy before griddepcontrol.wait"
+        found = ptx_group.tile(encoded, column, row, self._global_bytes)
+        self.barriers.copy(barrier, place, found)
+        self.stalled[:] = False
 
     def _copy(self, opcode: str, operands: list[str], active: Array) -> None:
         if opcode == "cp.async.commit_group":
@@ -358,18 +421,25 @@ class _Block:
             first = self.memory.indices(np.array([source]), 16)[0, 0]
             self.memory.indices(np.array([source + np.uint64(size - 16)]), 16)
             self.barriers.copy(int(barrier), int(place), self.memory.data[first : first + size])
+        self.stalled[:] = False
 
     def _barrier(self, operation: str, operands: list[str], active: Array) -> None:
         if operands[0] == "_":  # an arrival whose state is not kept
             operands = operands[1:]
         addresses = self._address(operands[0])[active].astype(np.int64)
-        numbers = self._read(operands[1])[active].astype(np.int64)
+        numbers = np.zeros_like(addresses)
+        if len(operands) > 1:
+            numbers = self._read(operands[1])[active].astype(np.int64)
         if operation == "init":
             self.barriers.init(addresses, numbers)
         elif operation == "arrive":
             self.barriers.expect(addresses, numbers)
+            self.stalled[:] = False
         else:
-            self.barriers.wait(addresses, numbers, self.shared)
+            over = self.barriers.wait(addresses, numbers, self.shared)
+            early = np.flatnonzero(active)[~over]
+            self.pc[early] -= 1  # they ask again once something has come
+            self.stalled[early] = True
 
     def _atomic_add(self, space: str, operands: list[str], active: Array) -> None:
         old = np.zeros(self.pc.size, np.uint64)
@@ -387,156 +457,3 @@ class _Block:
 
 def _names(braces: str) -> list[str]:
     return [name.strip() for name in braces.strip("{}").split(",")]
-
-
-def _ones(bits: Any) -> Any:
-    return (np.uint64(1) << np.uint64(bits)) - np.uint64(1)
-
-
-def _sign(value: Array, size: int) -> Array:
-    """Sign-extended to 64 bits from ``size`` bytes."""
-    return value.astype(f"u{size}").view(f"i{size}").astype(np.int64).view(np.uint64)
-
-
-def _typed(value: Array, kind: str) -> Array:
-    """Raw bits as numbers: ``f32``, ``f16``, ``s64``, ``u32``, ``b16`` …"""
-    size = int(kind[1:]) // 8
-    letter = {"f": "f", "s": "i"}.get(kind[0], "u")
-    return value.astype(f"u{size}").view(f"{letter}{size}")
-
-
-def _raw(value: Array, kind: str) -> Array:
-    size = int(kind[1:]) // 8
-    letter = {"f": "f", "s": "i"}.get(kind[0], "u")
-    return value.astype(f"{letter}{size}").view(f"u{size}").astype(np.uint64)
-
-
-def _bf16(value: Array) -> Array:
-    """Float32 rounded to nearest even, as 16 bits."""
-    bits = value.view(np.uint32).astype(np.uint64)
-    rounded = bits + np.uint64(0x7FFF) + (bits >> np.uint64(16) & np.uint64(1)) >> np.uint64(16)
-    return np.where(np.isnan(value), np.uint64(0x7FFF), rounded)
-
-
-def _f16(value: Array) -> Array:
-    return value.astype(np.float16).view(np.uint16).astype(np.uint64)
-
-
-def _fused(a: Array, b: Array, c: Array, down: bool) -> Array:
-    exact = a.astype(np.float64) * b + c
-    nearest = exact.astype(np.float32)
-    return (
-        np.where(nearest > exact, np.nextafter(nearest, np.float32(-np.inf)), nearest)
-        if down
-        else nearest
-    )
-
-
-_POWERS = np.uint32(1) << np.arange(32, dtype=np.uint32)
-
-
-def _bits_of(value: Array) -> Array:
-    """The 32 bits of each word, lowest first."""
-    return value[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1)
-
-
-_COMPARE: dict[str, Callable[..., Array]] = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
-    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
-    "leu": lambda a, b: ~(a > b),
-    "geu": lambda a, b: ~(a < b),
-    "ltu": lambda a, b: ~(a >= b),
-    "gtu": lambda a, b: ~(a <= b),
-    "neu": np.not_equal,
-    "equ": lambda a, b: ~((a < b) | (a > b)),
-}
-_BINARY: dict[str, Callable[..., Array]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "rem": np.remainder,
-    "max": np.maximum,
-    "min": np.minimum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "copysign": lambda sign, value: np.copysign(value, sign),
-}
-_UNARY: dict[str, Callable[..., Array]] = {
-    "abs": np.abs,
-    "neg": np.negative,
-    "not": np.invert,
-    "popc": np.bitwise_count,
-    "brev": lambda x: _bits_of(x)[:, ::-1] @ _POWERS,
-    "clz": lambda x: 32 - (np.frexp(x.astype(np.float64))[1]),
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: np.float32(1) / np.sqrt(x),
-    "rcp": lambda x: np.float32(1) / x,
-    "ex2": np.exp2,
-    "lg2": np.log2,
-}
-
-
-def _compute(parts: list[str], sources: list[Array]) -> Array:
-    name, kind = parts[0], parts[-1]
-    if kind == "pred":
-        return (~sources[0].astype(bool) if name == "not" else _BINARY[name](*sources)).astype(
-            np.uint64
-        )
-    if name == "cvt":
-        return _convert(parts, sources)
-    if name == "selp":
-        return np.where(sources[2].astype(bool), sources[0], sources[1])
-    if name in ("shl", "shr"):
-        operation = np.left_shift if name == "shl" else np.right_shift
-        value = _typed(sources[0], kind)
-        return _raw(operation(value, sources[1].astype(value.dtype)), kind)
-    numbers = [_typed(source, kind) for source in sources]
-    if name == "setp":
-        return _COMPARE[parts[1]](*numbers).astype(np.uint64)
-    if name == "mul" and parts[1] == "wide":
-        wide = kind[0] + "64"
-        return _raw(numbers[0].astype(np.int64) * numbers[1].astype(np.int64), wide)
-    if name == "mad":
-        return _raw(numbers[0] * numbers[1] + numbers[2], kind)
-    if name == "prmt":
-        return _permute(*sources)
-    if name == "bfi":
-        field, word, start, length = sources
-        mask = _ones(length) << start
-        return _raw(_typed(word & ~mask | field << start & mask, kind), kind)
-    if name == "fma":
-        return _raw(_fused(*numbers, down=parts[1] == "rm"), kind)
-    table = _UNARY if len(numbers) == 1 else _BINARY
-    return _raw(table[name](*numbers), kind)
-
-
-def _permute(low: Array, high: Array, selector: Array) -> Array:
-    """Four of the eight bytes of (low, high), by the selector's nibbles below 8."""
-    word, byte = low & _ones(32) | high << np.uint64(32), np.uint64(255)
-    result = np.zeros_like(word)
-    for i in range(4):
-        nibble = selector >> np.uint64(4 * i) & np.uint64(15)
-        assert (nibble < 8).all()
-        result |= (word >> nibble * np.uint64(8) & byte) << np.uint64(8 * i)
-    return result
-
-
-def _convert(parts: list[str], sources: list[Array]) -> Array:
-    target, source = parts[-2], parts[-1]
-    value = _typed(sources[-1], source)
-    if target in ("bf16x2", "f16x2"):
-        narrow = _bf16 if target == "bf16x2" else _f16
-        return narrow(value) | narrow(_typed(sources[0], source)) << np.uint64(16)
-    if target in ("bf16", "f16"):
-        return (_bf16 if target == "bf16" else _f16)(value)
-    if "sat" in parts:
-        return _raw(np.clip(value, 0, 1), target)
-    return _raw(value, target)

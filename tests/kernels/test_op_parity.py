@@ -12,7 +12,7 @@ import pytest
 from atlas.backends.cuda import NOT_OFFERED
 from atlas.errors import CapabilityError, ShapeError
 from atlas.ops import OPS
-from atlas.ops.blocks import HostMatrix, dequantize
+from atlas.ops.blocks import FORMATS, HostMatrix, dequantize
 from tests.kernels.launches import Bench, rounded
 from tests.kernels.op_launches import _FLOAT32, BenchQueue, run_op
 from tests.ops import cases
@@ -74,7 +74,7 @@ def _defined(op: str, names: list[str], case: cases.Case) -> dict[str, np.ndarra
     def given(name: str, value: Any) -> Any:
         if isinstance(value, HostMatrix):
             weights = rounded(dequantize(value), "bf16")
-            is_table = op == "embedding" and value.format in ("q8_0", "q4_0", "q4_1")
+            is_table = op == "embedding" and FORMATS[value.format].is_quantized
             weights = dequantize(value) if is_table else weights
             return HostMatrix("f32", value.rows, value.cols, weights)
         if not isinstance(value, np.ndarray) or value.dtype.kind == "i":
