@@ -152,10 +152,11 @@ def _q4_0(as_words: bool) -> Any:
     # Two weights an instruction. d = u + v with 8 and 3 bits, so q · v is exact in bf16 and
     # fma(q, u, q · v) is q · d rounded once.
     text = [
-        "{ .reg .b32 n, u, v, one, bias, zero; .reg .f32 f; mov.b32 one, 0x3F803F80;",
+        "{ .reg .b32 n, u, v, one, bias, zero; .reg .f32 f; .reg .b16 x, y;",
+        "mov.b32 one, 0x3F803F80;",
         "mov.b32 bias, 0xC308C308; mov.b32 zero, 0x80008000;",
         "mov.b32 u, $5; and.b32 u, u, 0xFFFF0000; mov.b32 f, u; sub.f32 f, $5, f; mov.b32 v, f;",
-        "prmt.b32 u, u, 0, 0x3232; prmt.b32 v, v, 0, 0x3232;",
+        "mov.b32 {x, y}, u; mov.b32 u, {y, y}; mov.b32 {x, y}, v; mov.b32 v, {y, y};",
     ]
     for p in range(4):
         text += [
