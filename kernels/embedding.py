@@ -70,7 +70,8 @@ def make_embedding_cells(type: str, rows: Access) -> Any:
     matrix, dequantised. Four threads share 64 weights.
     """
     found = decoder(type, GLOBAL, as_words=False)
-    load, decode, cell_bytes = found.load, found.decode, CELLS[type].nbytes
+    load, scales, decode = found.load, found.scales, found.decode
+    cell_bytes = CELLS[type].nbytes
     store, item, scaled = rows.store, rows.item_bytes, vector_scale(16)
 
     @device
@@ -96,7 +97,9 @@ def make_embedding_cells(type: str, rows: Access) -> Any:
             if token >= 0:
                 cell = table + (token >> 5) * table_stride + i64(half >> 1) * cell_bytes
                 thread = i32((i32(token) & 31) * 4 + own)
-                values = scaled(decode(load(cell, thread, i32(half & 1))), f32(scale))
+                which = i32(half & 1)
+                weights = decode(load(cell, thread, which), scales(cell, thread, which))
+                values = scaled(weights, f32(scale))
             target = out + block_x() * out_stride + i64(half * 64 + 2 * own) * item
             write(target, values, 0)
             if half * 64 + 32 < dim:

@@ -81,7 +81,7 @@ def make_gemm_step_quant(tile: MmaTile, type: str) -> Any:
     zero, store_sums, write = wgmma_zero(tile.rows), sum_stores(tile), writer(tile)
     wait, drain = copy_wait(stages - 2), copy_wait(0)
     found = decoder(type, GLOBAL, as_words=True)
-    load, decode = found.load, found.decode
+    load, scales, decode = found.load, found.scales, found.decode
 
     def gemm_step_quant(
         w, x, bias, residual, out, n, k, m, x_stride, residual_stride, out_stride, option
@@ -92,8 +92,8 @@ def make_gemm_step_quant(tile: MmaTile, type: str) -> Any:
         length = range_length(k, 1)
         steps = quotient(length, 64)
         cells, own = source(w, i64(steps >> 1) * cell_bytes, column0, num_columns)
-        upper = load(cells, own, i32(0))  # constants: no need to wait
-        lower = load(cells, own + 32, i32(0))
+        upper = load(cells, own, i32(0)), scales(cells, own, i32(0))  # constants: no need to wait
+        lower = load(cells, own + 32, i32(0)), scales(cells, own + 32, i32(0))
         wait_prerequisites()
         for i in range(ahead):
             copy_rows(x, x_stride, i32(base + i * stage_bytes), i, length, k, m)
@@ -103,10 +103,11 @@ def make_gemm_step_quant(tile: MmaTile, type: str) -> Any:
         for i in range(steps):
             wait()
             sync_threads()  # the stage is there for all, and the one before is done with
-            u, v = decode(upper), decode(lower)
+            u, v = decode(upper[0], upper[1]), decode(lower[0], lower[1])
             following = min(i32(i + 1), i32(steps - 1))
             cell, half = cells + i64(following >> 1) * cell_bytes, i32(following & 1)
-            upper, lower = load(cell, own, half), load(cell, own + 32, half)
+            upper = load(cell, own, half), scales(cell, own, half)
+            lower = load(cell, own + 32, half), scales(cell, own + 32, half)
             total = multiply_stage(total, u, v, i32(base + stage * stage_bytes))
             copy_rows(x, x_stride, i32(base + free * stage_bytes), i + ahead, length, k, m)
             copy_commit()

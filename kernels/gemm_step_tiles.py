@@ -111,18 +111,30 @@ def _produce(tile: QuantTile) -> Any:
     return produce
 
 
-def _fragments(tile: QuantTile) -> tuple[Any, Any]:
-    """(a group's cells of a stage, its thread, half) → what it holds; → A of four k16 steps."""
+def _fragments(tile: QuantTile) -> tuple[Any, Any, Any]:
+    """The functions of ``Decoder`` for a group's one or two units: scales, load and decode.
+
+    ``decode`` gives the A operand of four k16 steps.
+    """
     found, cell_bytes = decoder(tile.type, SHARED, as_words=True), tile.cell_bytes
-    load, decode = found.load, found.decode
+    scales, load, decode = found.all_scales, found.load, found.decode
     if tile.units == 1:
-        return load, device(lambda held: over_zeros(decode(held)))
+        return scales, load, device(lambda codes, held: over_zeros(decode(codes, held)))
+
+    @device
+    def both_scales(cells, thread):
+        u, v = scales(cells, thread), scales(i32(cells + cell_bytes), thread)
+        return (u[0], v[0]), (u[1], v[1])
 
     @device
     def load_both(cells, thread, half):
         return load(cells, thread, half), load(i32(cells + cell_bytes), thread, half)
 
-    return load_both, device(lambda held: interleaved(decode(held[0]), decode(held[1])))
+    @device
+    def decode_both(codes, held):
+        return interleaved(decode(codes[0], held[0]), decode(codes[1], held[1]))
+
+    return both_scales, load_both, decode_both
 
 
 def _consume(tile: QuantTile) -> Any:
@@ -135,7 +147,7 @@ def _consume(tile: QuantTile) -> Any:
     group_bytes, box_bytes = tile.units * tile.cell_bytes, tile.row_bytes // 2
     barriers, offset, constant = tile.barrier_offset, tile.weights_offset, descriptor(1024)
     multiply = wgmma_stage_registers(rows, (0, 32, 64, 96))
-    load, decode = _fragments(tile)
+    scales, load, decode = _fragments(tile)
     zero, settled, store = wgmma_zero(rows), settle(rows), store_accumulators(rows, pitch)
 
     @device
@@ -148,14 +160,15 @@ def _consume(tile: QuantTile) -> Any:
             barrier_wait(full + 8 * stage, parity)
             at = i32(cells + stage * weight_bytes)
             b = i64(constant) | i64(((base + stage * row_bytes) & 0x3FFFF) >> 4)
-            held = load(at, own, 0)
+            first, second = scales(at, own)
+            codes = load(at, own, 0)
             wgmma_wait1()  # the first half's registers are free
-            total = multiply(total, decode(held), b)
-            held = load(at, own, 1)
+            total = multiply(total, decode(codes, first), b)
+            codes = load(at, own, 1)
             wgmma_wait1()  # those of the second half, and the stage before
             if thread & 31 == 0 and i > 0:
                 barrier_arrive(full + 8 * (stages + previous))
-            total = multiply(total, decode(held), b + (box_bytes >> 4))
+            total = multiply(total, decode(codes, second), b + (box_bytes >> 4))
             previous = stage
             stage = i32(stage + 1)
             if stage == stages:

@@ -19,7 +19,7 @@ from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, types
 from atlas_kernels.ptx import flatten, instruction, typed_intrinsic
-from atlas_kernels.ptx_math import bits_float, from_f16, permute_bytes, shift_right, unpack_f16
+from atlas_kernels.ptx_math import bits_float, from_f16, permute_bytes, unpack_f16
 from atlas_kernels.ptx_memory import (
     load_constant_b16,
     load_constant_b32,
@@ -32,9 +32,11 @@ from atlas_kernels.ptx_memory import (
     load_shared_b32x4,
     load_shared_f32x4,
 )
+from atlas_kernels.ptx_warp import quad_values
 from atlas_kernels.quant_plan import CELL_ROWS, CELLS
 from llvmlite import ir
 
+quad_0, quad_1, quad_2, quad_3 = quad_values
 _NOTHING = ir.Constant(ir.IntType(32), 0)
 
 
@@ -62,7 +64,8 @@ SHARED = Space(
 
 # -- a block's eight weights -------------------------------------------------------------------
 
-_REGISTERS = "{ .reg .b32 n, c, e, c12, u, u12; .reg .f32 q, r, s, m, k, w<8>;"
+_REGISTERS = "{ .reg .b32 n, c, e, c12; .reg .b16 x, y; .reg .f32 q, r, s, m, k, w<8>;"
+_OUTS = {True: 8, False: 16}  # results of two blocks
 
 
 def _number(value: float) -> str:
@@ -91,16 +94,11 @@ def _byte(i: int) -> str:
     return f"prmt.b32 n, {word}, 0x47000000, {selector:#x}; mov.b32 q, n;"
 
 
-def _nibble(i: int, offset: int, *, has_upper: bool = False) -> str:
-    """q = code i of the word c, less ``offset``; c12 is c shifted right by 12.
-
-    ``has_upper``: bits 4 and 5 of the code are those of the word u, 4 bits further up.
-    """
+def _nibble(i: int, offset: int) -> str:
+    """q = code i of the word c, less ``offset``; c12 is c shifted right by 12."""
     place = 4 * (i // 2) + 16 * (i % 2)
     suffix, at = ("", place) if place <= 16 else ("12", place - 12)
     text = f"lop3.b32 n, c{suffix}, {15 << at:#x}, {(150 - at) << 23:#x}, 0xEA;"
-    if has_upper:
-        text += f" lop3.b32 n, u{suffix}, {3 << at + 4:#x}, n, 0xEA;"
     return f"{text} mov.b32 q, n; sub.f32 q, q, {_number(2.0 ** (23 - at) + offset)};"
 
 
@@ -125,21 +123,44 @@ def _b8(as_words: bool) -> Any:
 
 @cache
 def _q4_1(as_words: bool) -> Any:
-    """(codes, d, m)."""
-    lines = ["shr.u32 c12, c, 12;"]
-    lines += [f"{_nibble(i, 0)} fma.rn.f32 w{i}, q, s, m;" for i in range(8)]
+    """(codes, d, m). A code is a subnormal float16, 2**-24 or 2**-20 of itself; two in a word."""
+    lines = [f"mul.f32 s, s, {_number(2.0**24)}; mul.f32 r, s, {_number(2.0**-4)};"]
+    for p in range(4):
+        if p == 2:
+            lines.append("shr.u32 c, c, 8;")
+        mask, scale = ("0x000F000F", "s") if p % 2 == 0 else ("0x00F000F0", "r")
+        lines.append(f"and.b32 n, c, {mask}; mov.b32 {{x, y}}, n;")
+        for h in range(2):
+            lines.append(f"cvt.f32.f16 q, {'xy'[h]}; fma.rn.f32 w{2 * p + h}, q, {scale}, m;")
     return _decoder("r f f", "c s m", lines, as_words=as_words)
 
 
 @cache
-def _q6_k(as_words: bool, block: int) -> Any:
-    """(codes, upper bits, scale of the first 16 weights, of the others); block of a pair."""
-    lines = [f"shr.u32 c12, c, 12; shf.r.wrap.b32 u, u, u, {2 * block};"]
-    lines += ["shf.r.wrap.b32 u12, u, u, 12;"]
-    lines += [
-        f"{_nibble(i, 32, has_upper=True)} mul.f32 w{i}, q, {'sr'[i // 4]};" for i in range(8)
-    ]
-    return _decoder("r r f f", "c u s r", lines, as_words=as_words)
+def _q6_k(as_words: bool) -> Any:
+    """(three words, four scales): both blocks, 16 weights; the last code is in all words' ends."""
+    text = ["{ .reg .b32 n, c, e; .reg .f32 q, w<16>;"]
+    magic = f"{150 << 23:#x}"
+    for word in range(3):
+        text.append(f"mov.b32 c, ${_OUTS[as_words] + word}; shr.u32 e, c, 12;")
+        for slot in range(5):
+            i = 5 * word + slot
+            source, at = ("c", 6 * slot) if slot < 3 else ("e", 6 * slot - 12)
+            text.append(f"lop3.b32 n, {source}, {63 << at:#x}, {(150 - at) << 23:#x}, 0xEA;")
+            text.append(f"mov.b32 q, n; sub.f32 q, q, {_number(2.0 ** (23 - at) + 32)};")
+            text.append(f"mul.f32 w{i}, q, ${_OUTS[as_words] + 3 + i // 4};")
+    first = _OUTS[as_words]
+    text.append(
+        f"shr.u32 n, ${first}, 30; shr.u32 c, ${first + 1}, 28; shr.u32 e, ${first + 2}, 26;"
+    )
+    text.append(f"lop3.b32 n, c, 12, n, 0xEA; lop3.b32 n, e, 48, n, 0xEA; or.b32 n, n, {magic};")
+    text.append(
+        f"mov.b32 q, n; sub.f32 q, q, {_number(2.0**23 + 32)}; mul.f32 w15, q, ${first + 6};"
+    )
+    if as_words:
+        text += [f"cvt.rn.bf16x2.f32 ${p}, w{2 * p + 1}, w{2 * p};" for p in range(8)]
+    else:
+        text += [f"mov.f32 ${i}, w{i};" for i in range(16)]
+    return instruction("r8" if as_words else "f16", "r3 f4", "\n".join(text) + " }")
 
 
 @cache
@@ -176,21 +197,31 @@ class Decoder:
 
     Attributes
     ----------
-    load : (address of the cell, thread of 128, half) → its codes and scales
-    decode : (codes and scales) → its weights
+    load : (address of the cell, thread of 128, half) → its codes
+    scales : (address of the cell, thread of 128, half) → its row's scales
+    all_scales : (address of the cell, thread of 128) → those of both halves
+        By whole warps: the four threads of a row may share the work.
+    decode : (codes, scales) → its weights
         Blocks ascending; in each (p, h) as ``quant_plan`` has it: words of two bf16, or floats.
         In words: k16 steps ascending, in each the thread's k 2 t, then 2 t + 8.
     """
 
     load: Any
+    scales: Any
+    all_scales: Any
     decode: Any
 
 
 @cache
 def decoder(type: str, space: Space, *, as_words: bool) -> Decoder:
     """The decoder of a format; the cell lies in global or shared memory."""
+    find_scales, find_decode = _FORMS[type]
+    load = (_bytes if CELLS[type].code_bytes == 4096 else _nibbles)(space)
+    if type == "q6_k":
+        load = _sixes(space)
+    scales, all_scales = find_scales(CELLS[type].code_bytes, space)
     join = _joined(i32, 4) if as_words else _joined(f32, 8)
-    return _HALVES[type](CELLS[type].code_bytes, space, join, as_words)
+    return Decoder(load, scales, all_scales or _one_by_one(scales), find_decode(join, as_words))
 
 
 def _joined(element: Any, count: int) -> Any:
@@ -203,53 +234,55 @@ def _joined(element: Any, count: int) -> Any:
     return typed_intrinsic(whole(part, part), codegen)
 
 
-def _halves_q8_0(scales_at: int, space: Space, join: Any, as_words: bool) -> Decoder:
-    load4, load16, block = space.load4, space.load16, _q8_0(as_words)
+def _one_by_one(scales: Any) -> Any:
+    return device(lambda cell, thread: (scales(cell, thread, 0), scales(cell, thread, 1)))
+
+
+def _bytes(space: Space) -> Any:
+    load16 = space.load16
+    return device(lambda cell, thread, half: load16(cell + half * 2048 + thread * 16))
+
+
+def _nibbles(space: Space) -> Any:
+    load8 = space.load8
+    return device(lambda cell, thread, half: load8(cell + thread * 16 + half * 8))
+
+
+def _sixes(space: Space) -> Any:
+    load4 = space.load4
 
     @device
     def load(cell, thread, half):
-        c = load16(cell + half * 2048 + thread * 16)
-        return c, unpack_f16(load4(cell + scales_at + (thread >> 2) * 8 + half * 4))
+        at = cell + half * 1536 + thread * 4
+        return load4(at), load4(at + 512), load4(at + 1024)
+
+    return load
+
+
+# Scales by format: (where they begin, memory) → the functions ``scales`` and ``all_scales``.
+
+
+def _d_scales(at: int, space: Space) -> tuple[Any, Any]:
+    load4 = space.load4
 
     @device
-    def decode(held):
-        c, d = held
-        return join(block(c[0], c[1], d[0]), block(c[2], c[3], d[1]))
+    def scales(cell, thread, half):
+        return unpack_f16(load4(cell + at + (thread >> 2) * 8 + half * 4))
 
-    return Decoder(load, decode)
+    return scales, None
 
 
-def _halves_q4_0(scales_at: int, space: Space, join: Any, as_words: bool) -> Decoder:
-    load4, load8, block = space.load4, space.load8, _q4_0(as_words)
-
-    @device
-    def load(cell, thread, half):
-        c = load8(cell + thread * 16 + half * 8)
-        return c, unpack_f16(load4(cell + scales_at + (thread >> 2) * 8 + half * 4))
+def _d_m_scales(at: int, space: Space) -> tuple[Any, Any]:
+    load8 = space.load8
 
     @device
-    def decode(held):
-        c, d = held
-        return join(block(c[0], d[0]), block(c[1], d[1]))
+    def scales(cell, thread, half):
+        words = load8(cell + at + (thread >> 2) * 16 + half * 8)
+        d, m = unpack_f16(words[0])
+        e, n = unpack_f16(words[1])
+        return d, m, e, n
 
-    return Decoder(load, decode)
-
-
-def _halves_q4_1(scales_at: int, space: Space, join: Any, as_words: bool) -> Decoder:
-    load8, block = space.load8, _q4_1(as_words)
-
-    @device
-    def load(cell, thread, half):
-        c = load8(cell + thread * 16 + half * 8)
-        d = load8(cell + scales_at + (thread >> 2) * 16 + half * 8)
-        return c, unpack_f16(d[0]), unpack_f16(d[1])
-
-    @device
-    def decode(held):
-        c, d, e = held
-        return join(block(c[0], d[0], d[1]), block(c[1], e[0], e[1]))
-
-    return Decoder(load, decode)
+    return scales, None
 
 
 _EXPONENT = 0x4B000000  # a byte below these bits is the float32 2**23 + byte
@@ -258,101 +291,135 @@ _BIAS = 2.0**23
 
 @device
 def _of_byte(word, selector, offset):
-    """The float of a byte, less ``offset``."""
+    """The float of a byte, less ``offset``; 0x7440 selects the lowest."""
     return bits_float(permute_bytes(word, _EXPONENT, selector)) - f32(_BIAS + offset)
 
 
-def _halves_q4_k(scales_at: int, space: Space, join: Any, as_words: bool) -> Decoder:
-    load4, load8, block = space.load4, space.load8, _q4_1(as_words)
-    multipliers_at, minima_at = scales_at + 4 * CELL_ROWS, scales_at + 8 * CELL_ROWS
+def _q4_k_scales(at: int, space: Space) -> tuple[Any, Any]:
+    load4 = space.load4
+    multipliers_at, minima_at = at + 4 * CELL_ROWS, at + 8 * CELL_ROWS
 
     @device
-    def load(cell, thread, half):
-        c, row = load8(cell + thread * 16 + half * 8), (thread >> 2) * 4
-        d, m = unpack_f16(load4(cell + scales_at + row))
-        a = shift_right(load4(cell + multipliers_at + row), half * 16)
-        b = shift_right(load4(cell + minima_at + row), half * 16)
-        return c, d, m, a, b
+    def scales(cell, thread, half):
+        row, first = (thread >> 2) * 4, i32(0x7440 + 2 * half)
+        d, m = unpack_f16(load4(cell + at + row))
+        a, b = load4(cell + multipliers_at + row), load4(cell + minima_at + row)
+        return (
+            d * _of_byte(a, first, 0), m * _of_byte(b, first, 0),
+            d * _of_byte(a, i32(first + 1), 0), m * _of_byte(b, i32(first + 1), 0),
+        )  # fmt: skip
 
     @device
-    def decode(held):
-        c, d, m, a, b = held
-        return join(
-            block(c[0], d * _of_byte(a, 0x7440, 0), m * _of_byte(b, 0x7440, 0)),
-            block(c[1], d * _of_byte(a, 0x7441, 0), m * _of_byte(b, 0x7441, 0)),
+    def all_scales(cell, thread):
+        row, own = (thread >> 2) * 4, i32(0x7440 + (thread & 3))
+        d, m = unpack_f16(load4(cell + at + row))
+        d = d * _of_byte(load4(cell + multipliers_at + row), own, 0)
+        m = m * _of_byte(load4(cell + minima_at + row), own, 0)
+        return (
+            (quad_0(d), quad_0(m), quad_1(d), quad_1(m)),
+            (quad_2(d), quad_2(m), quad_3(d), quad_3(m)),
         )
 
-    return Decoder(load, decode)
+    return scales, all_scales
 
 
-def _halves_q6_k(scales_at: int, space: Space, join: Any, as_words: bool) -> Decoder:
-    load2, load4, load8 = space.load2, space.load4, space.load8
-    even, odd = _q6_k(as_words, 0), _q6_k(as_words, 1)
-    d_at = scales_at + 8 * CELL_ROWS
+def _q6_k_scales(at: int, space: Space) -> tuple[Any, Any]:
+    load2, load4, d_at = space.load2, space.load4, at + 8 * CELL_ROWS
 
     @device
-    def load(cell, thread, half):
-        c, row = load8(cell + thread * 16 + half * 8), thread >> 2
-        u = load4(cell + 2048 + thread * 8 + half * 4)
-        a = i32(load4(cell + scales_at + row * 8 + half * 4) ^ 0x80808080)  # signed bytes + 128
-        return c, u, a, from_f16(load2(cell + d_at + row * 2))
+    def row_of(cell, thread, word):
+        """d, and four multipliers as signed bytes plus 128."""
+        row = thread >> 2
+        a = i32(load4(cell + at + row * 8 + word * 4) ^ 0x80808080)
+        return from_f16(load2(cell + d_at + row * 2)), a
 
     @device
-    def decode(held):
-        c, u, a, d = held
-        return join(
-            even(c[0], u, d * _of_byte(a, 0x7440, 128), d * _of_byte(a, 0x7441, 128)),
-            odd(c[1], u, d * _of_byte(a, 0x7442, 128), d * _of_byte(a, 0x7443, 128)),
+    def scales(cell, thread, half):
+        d, a = row_of(cell, thread, half)
+        return (
+            d * _of_byte(a, 0x7440, 128), d * _of_byte(a, 0x7441, 128),
+            d * _of_byte(a, 0x7442, 128), d * _of_byte(a, 0x7443, 128),
+        )  # fmt: skip
+
+    @device
+    def all_scales(cell, thread):
+        d, a = row_of(cell, thread, (thread >> 1) & 1)
+        own = i32(0x7440 + 2 * (thread & 1))
+        e, f = d * _of_byte(a, own, 128), d * _of_byte(a, i32(own + 1), 128)
+        return (
+            (quad_0(e), quad_0(f), quad_1(e), quad_1(f)),
+            (quad_2(e), quad_2(f), quad_3(e), quad_3(f)),
         )
 
-    return Decoder(load, decode)
+    return scales, all_scales
 
 
-def _halves_b8_32(scales_at: int, space: Space, join: Any, as_words: bool) -> Decoder:
-    load16, floats4, block = space.load16, space.floats4, _b8(as_words)
-
-    @device
-    def load(cell, thread, half):
-        c = load16(cell + half * 2048 + thread * 16)
-        return c, floats4(cell + scales_at + (thread >> 2) * 32 + half * 16)
+def _b8_32_scales(at: int, space: Space) -> tuple[Any, Any]:
+    floats4 = space.floats4
 
     @device
-    def decode(held):
-        c, s = held
-        return join(
-            block(c[0], c[1], s[0], s[1], s[0], s[1]), block(c[2], c[3], s[2], s[3], s[2], s[3])
-        )
+    def scales(cell, thread, half):
+        s = floats4(cell + at + (thread >> 2) * 32 + half * 16)
+        return (s[0], s[1], s[0], s[1]), (s[2], s[3], s[2], s[3])
 
-    return Decoder(load, decode)
+    return scales, None
 
 
-def _halves_b8_16(scales_at: int, space: Space, join: Any, as_words: bool) -> Decoder:
-    load16, floats4, block = space.load16, space.floats4, _b8(as_words)
+def _b8_16_scales(at: int, space: Space) -> tuple[Any, Any]:
+    floats4 = space.floats4
 
     @device
-    def load(cell, thread, half):
-        c = load16(cell + half * 2048 + thread * 16)
-        row = cell + scales_at + (thread >> 2) * 64 + half * 32
-        return c, floats4(row), floats4(row + 16)
+    def scales(cell, thread, half):
+        row = cell + at + (thread >> 2) * 64 + half * 32
+        return floats4(row), floats4(row + 16)
+
+    return scales, None
+
+
+# Weights by format: (joins two blocks, words or floats) → ``decode``.
+
+
+def _decode_q8_0(join: Any, as_words: bool) -> Any:
+    block = _q8_0(as_words)
+    return device(lambda c, d: join(block(c[0], c[1], d[0]), block(c[2], c[3], d[1])))
+
+
+def _decode_q4_0(join: Any, as_words: bool) -> Any:
+    block = _q4_0(as_words)
+    return device(lambda c, d: join(block(c[0], d[0]), block(c[1], d[1])))
+
+
+def _decode_q4_1(join: Any, as_words: bool) -> Any:
+    block = _q4_1(as_words)
+    return device(lambda c, s: join(block(c[0], s[0], s[1]), block(c[1], s[2], s[3])))
+
+
+def _decode_q6_k(join: Any, as_words: bool) -> Any:
+    blocks = _q6_k(as_words)
+    return device(lambda c, s: blocks(c, s))
+
+
+def _decode_b8(join: Any, as_words: bool) -> Any:
+    block = _b8(as_words)
 
     @device
-    def decode(held):
-        c, s, t = held
+    def decode(c, scales):
+        s, t = scales
         return join(
             block(c[0], c[1], s[0], s[1], s[2], s[3]), block(c[2], c[3], t[0], t[1], t[2], t[3])
         )
 
-    return Decoder(load, decode)
+    return decode
 
 
-_HALVES: dict[str, Callable[[int, Space, Any, bool], Decoder]] = {
-    "q8_0": _halves_q8_0,
-    "q4_0": _halves_q4_0,
-    "q4_1": _halves_q4_1,
-    "q4_k": _halves_q4_k,
-    "q6_k": _halves_q6_k,
-    "b8_32": _halves_b8_32,
-    "b8_16": _halves_b8_16,
+_FORMS: dict[str, tuple[Callable[..., tuple[Any, Any]], Callable[..., Any]]] = {
+    "q8_0": (_d_scales, _decode_q8_0),
+    "q4_0": (_d_scales, _decode_q4_0),
+    "q4_1": (_d_m_scales, _decode_q4_1),
+    "q4_k": (_q4_k_scales, _decode_q4_1),
+    "q6_k": (_q6_k_scales, _decode_q6_k),
+    "b8_32": (_b8_32_scales, _decode_b8),
+    "b8_16": (_b8_16_scales, _decode_b8),
 }
 
 

@@ -9,8 +9,8 @@ Thread 4 r + t of 128 has row r's weights k = 8 p + 2 t + h of each block of 32 
 
 - 4-bit codes: [128 threads][4 blocks] words, code (p, h) at bit 4 p + 16 h;
 - 8-bit codes: [2 pairs of blocks][128 threads][2 blocks][4 p][2 h] bytes;
-- upper 2 bits of six (Q6_K): [128 threads][2 pairs of blocks] words; those of the pair's block b,
-  code (p, h), at bit (4 p + 16 h + 4 + 2 b) mod 32.
+- 6-bit codes: [2 pairs of blocks][3][128 threads] words; of a pair's 16 codes (block, p, h) code i
+  is at bit 6 (i mod 5) of word i / 5, and the last one's bits 2 w and 2 w + 1 at the top of word w.
 
 Scales by format, each [32 rows] …:
 

@@ -33,13 +33,19 @@ def _codes(cells: Array, format: str, r: int) -> Array:
     if format.startswith("q8") or format.startswith("b8"):
         at = _BLOCK // 2 * 2048 + thread * 16 + _BLOCK % 2 * 8 + _P * 2 + _H
         return cells[..., at]
-    word = cells[..., :2048].copy().view("<u4")[..., thread * 4 + _BLOCK]
-    codes = word >> (4 * _P + 16 * _H).astype(np.uint32) & 15
     if format == "q6_k":
-        upper = cells[..., 2048:3072].copy().view("<u4")[..., thread * 2 + _BLOCK // 2]
-        place = (4 * _P + 16 * _H + 4 + 2 * (_BLOCK % 2)) % 32
-        codes |= (upper >> place.astype(np.uint32) & 3) << 4
-    return codes
+        words = cells[..., :3072].copy().view("<u4").reshape(*cells.shape[:2], 2, 3, 128)
+        codes = np.empty((*cells.shape[:2], CELL_K), np.uint32)
+        for k in range(CELL_K):
+            i = 8 * (_BLOCK[k] % 2) + 2 * _P[k] + _H[k]
+            three = words[:, :, _BLOCK[k] // 2, :, thread[k]]
+            if i < 15:
+                codes[..., k] = three[..., i // 5] >> np.uint32(6 * (i % 5)) & 63
+            else:
+                codes[..., k] = sum(three[..., w] >> 30 << 2 * w for w in range(3))
+        return codes
+    word = cells[..., :2048].copy().view("<u4")[..., thread * 4 + _BLOCK]
+    return word >> (4 * _P + 16 * _H).astype(np.uint32) & 15
 
 
 def _scales(raw: Array, format: str, r: int) -> tuple[Array, Array | None]:

@@ -233,7 +233,11 @@ class _Block:
         elif name == "shfl":
             warps_of(active)
             lane, own = self._read(operands[2]).astype(np.int64), np.arange(active.size)
-            lane = own ^ lane if parts[2] == "bfly" else own // WARP * WARP + lane % WARP
+            if parts[2] == "bfly":
+                lane = own ^ lane
+            else:  # within segments of as many lanes as the mask in bits 8 to 12 leaves
+                kept = int(operands[3], 0) >> 8 & 31
+                lane = own // WARP * WARP + (own & kept | lane & 31 & ~kept)
             self._write(operands[0], self._read(operands[1])[lane], active)
         elif name == "vote":
             self._ballot(operands, active)

@@ -74,9 +74,7 @@ def _codes(q: Bytes, format: str) -> Bytes:
     if format in ("q4_0", "q4_1", "q4_k"):
         return _nibbles(q)
     if format == "q6_k":
-        low, high = _nibbles(q & np.uint8(15)), _upper(q >> np.uint8(4))
-        shape = (*q.shape[:2], -1)
-        return np.concatenate([low.reshape(shape), high.reshape(shape)], axis=-1)
+        return _sixes(q)
     # [units, cells, r, half, block, p, t, h] → [units, cells, half, r, t, block, p, h]
     return q.reshape(*q.shape[:3], 2, 2, 4, 4, 2).transpose(0, 1, 3, 2, 6, 4, 5, 7)
 
@@ -88,16 +86,18 @@ def _nibbles(q: Bytes) -> Bytes:
     return pairs.transpose(0, 1, 2, 5, 3, 6, 4)
 
 
-def _upper(q: Bytes) -> Bytes:
-    """Values below 4 as [units, cells, r, t, half, 4 bytes]."""
-    parts = q.reshape(*q.shape[:3], 2, 2, 4, 4, 2)  # … half, block, p, t, h
-    words = np.zeros((*q.shape[:3], 2, 4), np.uint32)
-    for block in range(2):
-        for p in range(4):
-            for h in range(2):
-                place = np.uint32((4 * p + 16 * h + 4 + 2 * block) % 32)
-                words |= parts[:, :, :, :, block, p, :, h].astype(np.uint32) << place
-    return np.ascontiguousarray(words.swapaxes(3, 4)).view(np.uint8)
+def _sixes(q: Bytes) -> Bytes:
+    """Values below 64 as [units, cells, half, 3, r, t, 4 bytes]."""
+    # [units, cells, r, half, block, p, t, h] → [units, cells, half, r, t, 16]
+    parts = q.reshape(*q.shape[:3], 2, 2, 4, 4, 2).transpose(0, 1, 3, 2, 6, 4, 5, 7)
+    codes = parts.reshape(*parts.shape[:5], 16).astype(np.uint32)
+    words = np.empty((*codes.shape[:3], 3, *codes.shape[3:5]), np.uint32)
+    for w in range(3):
+        word = codes[..., 15] >> np.uint32(2 * w) << np.uint32(30)
+        for slot in range(5):
+            word |= codes[..., 5 * w + slot] << np.uint32(6 * slot)
+        words[:, :, :, w] = word
+    return words.view(np.uint8)
 
 
 def _scales(chunk: HostMatrix) -> list[Bytes]:
