@@ -41,7 +41,7 @@ from atlas_kernels.ptx_wgmma import (
     wgmma_wait1,
     wgmma_zero,
 )
-from atlas_kernels.quant_decode import SHARED, decoder, interleaved, over_zeros
+from atlas_kernels.quant_decode import SHARED, decoder, eight_zeros, interleaved
 from atlas_kernels.quant_plan import CELL_K, CELL_ROWS, QUANT_TILES, QuantTile
 from atlas_kernels.registry import kernel
 
@@ -119,7 +119,11 @@ def _fragments(tile: QuantTile) -> tuple[Any, Any, Any]:
     found, cell_bytes = decoder(tile.type, SHARED, as_words=True), tile.cell_bytes
     scales, load, decode = found.all_scales, found.load, found.decode
     if tile.units == 1:
-        return scales, load, device(lambda codes, held: over_zeros(decode(codes, held)))
+        return (
+            scales,
+            load,
+            device(lambda codes, held, zeros: interleaved(decode(codes, held), zeros)),
+        )
 
     @device
     def both_scales(cells, thread):
@@ -131,7 +135,7 @@ def _fragments(tile: QuantTile) -> tuple[Any, Any, Any]:
         return load(cells, thread, half), load(i32(cells + cell_bytes), thread, half)
 
     @device
-    def decode_both(codes, held):
+    def decode_both(codes, held, zeros):
         return interleaved(decode(codes[0], held[0]), decode(codes[1], held[1]))
 
     return both_scales, load_both, decode_both
@@ -148,11 +152,12 @@ def _consume(tile: QuantTile) -> Any:
     barriers, offset, constant = tile.barrier_offset, tile.weights_offset, descriptor(1024)
     multiply = wgmma_stage_registers(rows, (0, 32, 64, 96))
     scales, load, decode = _fragments(tile)
+    zeros_a, zeros_b = eight_zeros
     zero, settled, store = wgmma_zero(rows), settle(rows), store_accumulators(rows, pitch)
 
     @device
-    def consume(base, steps, thread):
-        total = zero()
+    def consume(base, steps, thread, m):
+        total, zeros, others = zero(), zeros_a(m), zeros_b(m)
         full, own = i32(base + barriers), i32(thread & 127)
         cells = i32(base + offset + (thread >> 7) * group_bytes)
         stage, parity, previous = i32(0), i32(0), i32(0)
@@ -163,12 +168,12 @@ def _consume(tile: QuantTile) -> Any:
             first, second = scales(at, own)
             codes = load(at, own, 0)
             wgmma_wait1()  # the first half's registers are free
-            total = multiply(total, decode(codes, first), b)
+            total = multiply(total, decode(codes, first, zeros), b)
             codes = load(at, own, 1)
             wgmma_wait1()  # those of the second half, and the stage before
             if thread & 31 == 0 and i > 0:
                 barrier_arrive(full + 8 * (stages + previous))
-            total = multiply(total, decode(codes, second), b + (box_bytes >> 4))
+            total = multiply(total, decode(codes, second, others), b + (box_bytes >> 4))
             previous = stage
             stage = i32(stage + 1)
             if stage == stages:
@@ -261,7 +266,7 @@ def make_gemm_step_tiles(tile: QuantTile) -> Any:
         sync_threads()  # the barriers are ready
         wait_prerequisites()  # x, residual and what out held are other kernels'
         if thread < consumers:
-            consume(base, steps, thread)
+            consume(base, steps, thread, m)
         elif thread == consumers:
             produce(w, map_x, base, steps, unit, num_units, unit_bytes)
         sync_threads()

@@ -34,10 +34,8 @@ from atlas_kernels.ptx_memory import (
 )
 from atlas_kernels.ptx_warp import quad_values
 from atlas_kernels.quant_plan import CELL_ROWS, CELLS
-from llvmlite import ir
 
 quad_0, quad_1, quad_2, quad_3 = quad_values
-_NOTHING = ir.Constant(ir.IntType(32), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,17 +421,25 @@ _FORMS: dict[str, tuple[Callable[..., tuple[Any, Any]], Callable[..., Any]]] = {
 }
 
 
-def _operand(codegen_pairs: Callable[[list[Any]], list[Any]], count: int) -> Any:
+def _interleaved() -> Any:
     half, whole = types.UniTuple(i32, 8), types.UniTuple(i32, 16)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        words = codegen_pairs(flatten(builder, signature.args, args))
-        return context.make_tuple(builder, whole, words)
+        words = flatten(builder, signature.args, args)
+        pairs = [words[i + n] for i in range(8) for n in (0, 8)]
+        return context.make_tuple(builder, whole, pairs)
 
-    return typed_intrinsic(whole(*[half] * count), codegen)
+    return typed_intrinsic(whole(half, half), codegen)
 
 
-interleaved = _operand(lambda words: [words[i + n] for i in range(8) for n in (0, 8)], 2)
+interleaved = _interleaved()
 """(upper, lower): words of a thread's two rows → the A operand of four k16 steps."""
-over_zeros = _operand(lambda words: [w for word in words for w in (word, _NOTHING)], 1)
-"""(upper): the same with zeros in the lower row."""
+eight_zeros = tuple(
+    instruction("r8", "r", " ".join(f"shr.u32 ${i}, $8, {first + i};" for i in range(8)))
+    for first in (8, 16)
+)
+"""Twice (m) → zeros for rows of A that are not there: a number below 256, shifted right.
+
+The assembler does not know that they are zeros, nor that they are equal. So it keeps them where the
+tensor core wants them, and does not fill the same registers again for every product.
+"""

@@ -177,7 +177,7 @@ _FORMS = {
     "wide": {8: (1, 2, 72 * _KIB), 32: (1, 2, 72 * _KIB), 128: (3, 2, 200 * _KIB)},
     "gated": {8: (1, 2, 72 * _KIB), 32: (1, 2, 72 * _KIB), 128: (3, 2, 200 * _KIB)},
 }
-_MOST_GROUPS = {"b8_16": 2}  # with three its scales spill
+_MOST_GROUPS = {"q6_k": 2, "b8_32": 2, "b8_16": 2}  # with three their scales spill
 QUANT_TILES: dict[str, QuantTile] = {
     f"{type}_{form}_{rows}": QuantTile(
         type, rows, min(groups, _MOST_GROUPS.get(type, 3)), units, form == "gated", budget

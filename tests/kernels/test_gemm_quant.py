@@ -105,8 +105,10 @@ def test_what_cannot_be_packed() -> None:
 class Weights:
     """A quantised matrix on a device, and the step GEMMs over it."""
 
-    def __init__(self, bench: Bench, source: str, n: int, k: int) -> None:
-        self.bench, self.n, self.host = bench, n, _matrix(source, n, k)
+    def __init__(
+        self, bench: Bench, source: str, n: int, k: int, host: HostMatrix | None = None
+    ) -> None:
+        self.bench, self.n, self.host = bench, n, host or _matrix(source, n, k)
         self.k, self.format = self.host.cols, WIDENED.get(source, source)
         self.units = bench.early(bench.memory.put(pack_units(self.host, self.format)))
         self.values = rounded(dequantize(self.host), "bf16")
@@ -193,6 +195,36 @@ def test_mma_products_have_the_bits_of_bf16_ones(bench: Bench, source: str) -> N
     weights = Weights(bench, source, 100, 416)
     x = weights.rows(5)
     np.testing.assert_array_equal(weights.mma("plain", x), weights.plain(x))
+
+
+_FLOAT16 = {"q8_0": [0], "q4_0": [0], "q4_1": [0, 2], "q4_k": [0, 2], "q6_k": [208]}
+"""Where a block has float16 numbers."""
+
+
+def _any_bits(source: str, rows: int, cols: int) -> HostMatrix:
+    """Blocks of random bits, scales of any size but finite."""
+    layout, rng = FORMATS[source], np.random.default_rng(cols)
+    data = rng.integers(0, 256, (rows, cols // layout.block_len, layout.block_bytes), np.uint8)
+    for at in _FLOAT16[source]:
+        data[..., at + 1] &= 0xBF  # below 2: so that no float32 product is infinite
+        small = rng.random(data.shape[:2]) < 0.2
+        data[..., at + 1][small] &= 0x83  # subnormal
+    return HostMatrix(source, rows, cols, data.reshape(rows, -1))
+
+
+@pytest.mark.parametrize("source", list(_FLOAT16))
+def test_every_weight_is_the_definition_s(hopper: Bench, source: str) -> None:
+    """A row of x that is 1 in one place gives the weights there, rounded once."""
+    host = _any_bits(source, 64, 256)
+    for first in range(0, 256, 32):
+        x = np.zeros((32, 256), np.float32)
+        x[np.arange(32), first + np.arange(32)] = 1
+        weights = Weights(hopper, source, 64, 256, host)
+        want = weights.values[:, first : first + 32].T
+        rows = hopper.put(x, "bf16")
+        np.testing.assert_array_equal(weights.wgmma("narrow", rows), want)
+        if first == 96:
+            np.testing.assert_array_equal(weights.mma("plain", rows), want)
 
 
 @pytest.mark.parametrize(("form", "m"), [("narrow", 20), ("wide", 20), ("narrow", 100)])
