@@ -161,7 +161,8 @@ def _consume(tile: QuantTile) -> Any:
         full, own = i32(base + barriers), i32(thread & 127)
         cells = i32(base + offset + (thread >> 7) * group_bytes)
         stage, parity, previous = i32(0), i32(0), i32(0)
-        for i in range(steps):
+        i = i32(0)
+        while True:  # once at least: a way around the loop would set accumulators before the wait
             barrier_wait(full + 8 * stage, parity)
             at = i32(cells + stage * weight_bytes)
             b = i64(constant) | i64(((base + stage * row_bytes) & 0x3FFFF) >> 4)
@@ -174,6 +175,9 @@ def _consume(tile: QuantTile) -> Any:
             if thread & 31 == 0 and i > 0:
                 barrier_arrive(full + 8 * (stages + previous))
             total = multiply(total, decode(codes, second, others), b + (box_bytes >> 4))
+            i = i32(i + 1)
+            if i == steps:
+                break
             previous = stage
             stage = i32(stage + 1)
             if stage == stages:
