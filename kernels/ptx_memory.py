@@ -66,9 +66,6 @@ atomic_add_shared_b32 = instruction("r", "r r", "atom.shared.add.u32 $0, [$1], $
 prefetch_l2 = instruction("", "l", "prefetch.global.L2 [$0];")
 """Ask for the cache line of an address; allowed before ``wait_prerequisites`` for constants."""
 
-load_shared_u16 = instruction(
-    "r", "r", "{ .reg .b16 h; ld.shared.b16 h, [$1]; cvt.u32.u16 $0, h; }"
-)
 load_shared_b16 = instruction("h", "r", "ld.shared.b16 $0, [$1];")
 load_shared_b32 = instruction("r", "r", "ld.shared.b32 $0, [$1];")
 load_shared_b32x2 = instruction("r2", "r", "ld.shared.v2.b32 {$0, $1}, [$2];")
