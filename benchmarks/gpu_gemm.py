@@ -4,8 +4,9 @@
 
 Builds random bf16 weights of Qwen3-8B's shapes on the GPU (15 GB; 36 layers and the head). A sweep
 is one CUDA graph of 145 products with dependent launch. Checks against float64, and bit for bit:
-every row alone and among 2 … 128, shuffled, in every tile. Then the ``mma.sync`` kernels, over bf16
-and over quantised weights. Exits with 1 if a check failed. Needs torch, for data and for cuBLAS.
+every row alone and among 2 … 128, shuffled, in every tile. Then the ``mma.sync`` kernel. Exits with
+1 if a check failed. Needs torch, for data and for cuBLAS. ``gpu_gemm_quant`` is the same over
+quantised weights.
 """
 
 from __future__ import annotations
@@ -25,10 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from atlas_kernels import build  # noqa: E402
 from atlas_kernels.gemm_step_plan import (  # noqa: E402
     COLUMNS,
-    LINE_BYTES,
     MMA_TILES,
     NUM_SMS,
-    QUANT_TILES,
     RUNGS,
     TILES,
     mma_form,
@@ -213,36 +212,24 @@ class Sweep:
 
 
 class PlainSweep:
-    """The same through ``gemm_step_mma`` (bf16) or over quantised weights, which take addresses."""
+    """The same through ``gemm_step_mma``, which takes addresses."""
 
-    def __init__(self, sweep: Sweep, type: str) -> None:
-        self.sweep, self.type, self.weights = sweep, type, []
-        for weight in sweep.weights():
-            self.weights.append(weight if type == "bf16" else self._blocks(*weight.shape))
-        self.num_bytes = sum(weight.nbytes for weight in self.weights)
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep = sweep
 
-    def _blocks(self, n: int, k: int) -> Tensor:
-        block_bytes = LINE_BYTES[self.type] // 2
-        blocks = torch.randint(0, 256, (n, k // 32, block_bytes), device="cuda", dtype=torch.uint8)
-        floats = torch.randn(n, k // 32, 2 if self.type == "q4_1" else 1, device="cuda")
-        blocks[..., : 2 * floats.shape[-1]] = floats.half().view(torch.uint8)
-        return blocks.view(n, -1)
-
-    def step(self, weight: Tensor, n: int, k: int, m: int) -> None:
+    def step(self, weight: Tensor, m: int) -> None:
         """One product."""
-        gated, prefix = (n, k) == GATED, "mma_bf16" if self.type == "bf16" else self.type
-        family = mma_form(n, gated=gated)
-        size = rung(m) if self.type == "bf16" else next(r for r in (8, 32, 128) if m <= r)
-        tile = MMA_TILES[f"{family}_{size}"]
+        (n, k), gated = weight.shape, tuple(weight.shape) == GATED
+        key = f"{mma_form(n, gated=gated)}_{rung(m)}"
         width, x = n // 2 if gated else n, self.sweep.inputs[k]
         args = [weight.data_ptr(), x.data_ptr(), 0, 0, self.sweep.out.data_ptr(), n, k, m]
-        args += [weight.stride(0) * weight.element_size(), 2 * k, 0, 2 * width, 0]
-        self.sweep.gpu.run(f"gemm_step_{prefix}_{family}_{size}", (tile.grid(n), 1), args)
+        args += [2 * k, 2 * k, 0, 2 * width, 0]
+        self.sweep.gpu.run(f"gemm_step_mma_bf16_{key}", (MMA_TILES[key].grid(n), 1), args)
 
     def us(self, m: int) -> float:
         def chain() -> None:
-            for weight, original in zip(self.weights, self.sweep.weights(), strict=True):
-                self.step(weight, *original.shape, m)
+            for weight in self.sweep.weights():
+                self.step(weight, m)
 
         return self.sweep.gpu.microseconds(chain, 1, 9)
 
@@ -262,7 +249,6 @@ def load_kernels(gpu: Gpu, *, jobs: int = 16) -> None:
     """The kernels used here onto the device, compiled if need be."""
     names = [f"gemm_step_bf16_{name}" for name in TILES] + ["silu_and_mul_bf16"]
     names += [f"gemm_step_mma_bf16_{name}" for name in MMA_TILES]
-    names += [f"gemm_step_{name}" for name in QUANT_TILES]
     for compiled in build.load_all(names, gpu.arch, jobs=jobs).values():
         gpu.add(compiled)
 
@@ -296,15 +282,11 @@ def main() -> int:
         shapes = [round(sweep.shape_us(i, m), 1) for i in range(5)]
         print(f"{m:4}{ours:8.3f}{share:9.1%}{theirs:8.3f}  {shapes}", flush=True)
         figures.append({"rows": m, "ms": ours, "share": share, "cublas_ms": theirs, "us": shapes})
-    print(f"{'weights':>8}{'rows':>5}{'ms':>8}{'ceiling':>9}")
-    for type in ("bf16", *LINE_BYTES):
-        plain = PlainSweep(sweep, type)
-        for m in options.rows:
-            ours = plain.us(m) / 1e3
-            share = plain.num_bytes / ours / 1e9 / ceiling
-            print(f"{type:>8}{m:5}{ours:8.3f}{share:9.1%}", flush=True)
-            figures.append({"weights": type, "rows": m, "ms": ours, "share": share})
-        del plain
+    plain = PlainSweep(sweep)
+    for m in options.rows:
+        ours = plain.us(m) / 1e3
+        print(f"mma.sync {m:4}{ours:8.3f}{sweep.num_bytes / ours / 1e9 / ceiling:9.1%}", flush=True)
+        figures.append({"kernel": "mma", "rows": m, "ms": ours})
     if options.json:
         record = {"device": gpu.device.name, "driver": version, "read_tb_per_s": ceiling}
         record |= {"errors": checks.errors, "failed": checks.failed, "sweeps": figures}

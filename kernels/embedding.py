@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from atlas_kernels import ptx_memory as memory
 from atlas_kernels._cuda import device, f32, i32, i64
-from atlas_kernels.gemm_step_plan import LINE_BYTES
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
-from atlas_kernels.ptx_math import from_f16
+from atlas_kernels.ptx_math import vector_scale, vector_zero
 from atlas_kernels.ptx_warp import block_x, block_y, thread_x
+from atlas_kernels.quant_decode import GLOBAL, decoder
+from atlas_kernels.quant_plan import CELLS
 from atlas_kernels.registry import kernel
 from atlas_kernels.vector import Access, access, row_variants
 
@@ -55,77 +55,57 @@ def make_embedding(table_rows: Access, rows: Access) -> Any:
     return embedding
 
 
-_ZERO = np.float32(0)
-
-
-def _block(type: str, rows: Access) -> Any:
-    """(block, out, scale): 32 elements of a quantised row, d · q (+ m), times ``scale``."""
-    store, item = rows.store, rows.item_bytes
-    has_bytes, has_minimum = type == "q8_0", type == "q4_1"
-    offset = i32({"q8_0": 0, "q4_0": 8, "q4_1": 0}[type])
-    first, words = 4 if has_minimum else 2, 16 if has_bytes else 8
-    load_half = memory.load_constant_b16
-
-    @device
-    def value(integer, d, m, scale):
-        weight = d * f32(integer - offset)
-        if has_minimum:
-            weight = weight + m
-        return weight * scale
-
-    @device
-    def write(block, out, scale):
-        d, m = from_f16(load_half(block)), _ZERO
-        if has_minimum:
-            m = from_f16(load_half(block + 2))
-        for i in range(words):
-            word = i32(load_half(block + first + 2 * i))
-            if has_bytes:
-                low, high = i32(word << 24) >> 24, word >> 8
-                pair = (value(low, d, m, scale), value(high, d, m, scale))
-                store(out + 2 * i * item, pair)
-            else:
-                low = (value(word & 15, d, m, scale), value((word >> 8) & 15, d, m, scale))
-                high = (value((word >> 4) & 15, d, m, scale), value((word >> 12) & 15, d, m, scale))
-                store(out + 2 * i * item, low)
-                store(out + (2 * i + 16) * item, high)
-
-    return write
-
-
 @kernel(
     "embedding",
     args="ptr ptr ptr i32 i64 i64 f32",
     threads=THREADS,
     variants={
-        f"{table}_{out}": (table, access(out, 2)) for table in LINE_BYTES for out in ("bf16", "f32")
+        f"{table}_{out}": (table, access(out, 2)) for table in CELLS for out in ("bf16", "f32")
     },
 )
-def make_embedding_blocks(type: str, rows: Access) -> Any:
-    """``embedding`` of blocks as GGUF stores them; grid (rows, ⌈D / 4096⌉).
+def make_embedding_cells(type: str, rows: Access) -> Any:
+    """``embedding`` of quantised rows in cells (``quant_plan``); grid (rows, ⌈D / 2048⌉).
 
-    Without ids (0) row t is the table's row t: with a scale of 1 the matrix, dequantised.
+    ``table_stride`` is a unit's. Without ids (0) row t is the table's row t: with a scale of 1 the
+    matrix, dequantised. Four threads share 64 weights.
     """
-    write, zero, store, item = _block(type, rows), rows.zero, rows.store, rows.item_bytes
-    block_bytes = LINE_BYTES[type] // 2
+    found = decoder(type, GLOBAL, as_words=False)
+    load, scales, decode = found.load, found.scales, found.decode
+    cell_bytes = CELLS[type].nbytes
+    store, item, scaled = rows.store, rows.item_bytes, vector_scale(16)
 
-    def embedding_blocks(ids, table, out, dim, table_stride, out_stride, scale):
+    @device
+    def write(target, values, first):
+        """Eight weights of a block, which lie in pairs 8 apart."""
+        store(target, (values[first], values[first + 1]))
+        store(target + 8 * item, (values[first + 2], values[first + 3]))
+        store(target + 16 * item, (values[first + 4], values[first + 5]))
+        store(target + 24 * item, (values[first + 6], values[first + 7]))
+
+    zeros = vector_zero(16)
+
+    def embedding_cells(ids, table, out, dim, table_stride, out_stride, scale):
         launch_dependents()
         wait_prerequisites()
-        at = (block_y() * THREADS + thread_x()) * 32
-        if at < dim:
+        at = i32(block_y() * THREADS + thread_x())
+        half, own = i32(at >> 2), i32(at & 3)
+        if half * 64 < dim:
             token = i64(block_x())
             if ids != 0:
                 token = i64(memory.load_b32(ids + token * 4))
-            target = out + block_x() * out_stride + at * item
+            values = zeros()
             if token >= 0:
-                block = table + token * table_stride + (at >> 5) * block_bytes
-                write(block, target, f32(scale))
-            else:
-                for i in range(16):
-                    store(target + 2 * i * item, zero())
+                cell = table + (token >> 5) * table_stride + i64(half >> 1) * cell_bytes
+                thread = i32((i32(token) & 31) * 4 + own)
+                which = i32(half & 1)
+                weights = decode(load(cell, thread, which), scales(cell, thread, which))
+                values = scaled(weights, f32(scale))
+            target = out + block_x() * out_stride + i64(half * 64 + 2 * own) * item
+            write(target, values, 0)
+            if half * 64 + 32 < dim:
+                write(target + 32 * item, values, 8)
 
-    return embedding_blocks
+    return embedding_cells
 
 
 @kernel(

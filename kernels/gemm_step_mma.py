@@ -1,9 +1,8 @@
 """Step GEMM of sm_80 and newer: y = x · Wᵀ for 1 to 128 rows, with ``mma.sync`` and ``cp.async``.
 
 The order of summation is that of ``gemm_step_plan``; on Hopper it gives the bits of ``gemm_step``.
-A warp takes 16 rows of W in one range of K; the ranges' sums meet in shared memory. W is the A of
-the product, so few rows of x waste nothing. A stage holds 64 k of x, then of W, both laid out as
-``gemm_step_stage`` says.
+A warp takes 16 rows of W. W is the A of the product, so few rows of x waste nothing. A stage holds
+64 k of x, then of W, both laid out as ``gemm_step_stage`` says.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from atlas_kernels.gemm_step_plan import MMA_TILES, MmaTile
 from atlas_kernels.gemm_step_stage import (
     bytes_left,
     place,
-    range_length,
     row_copies,
     row_loads,
     sum_stores,
@@ -42,47 +40,42 @@ def _weight_lines(tile: MmaTile) -> Any:
     Piece i is 16 bytes, number ``thread % 8``, of row 4 · warps · i + ``thread / 8`` of the tile.
     Past the last column it is the last column's: nobody writes what comes of it.
     """
-    columns, gated, lines_each, half = tile.columns, tile.gated, 4 * tile.warps, tile.columns // 2
+    gated, lines_each, half = tile.gated, 4 * tile.warps, tile.columns // 2
 
     @device
-    def line(w, w_stride, i, per_range, column0, num_columns):
-        number = i32((thread_x() >> 3) + i * lines_each)
-        split, row = quotient(number, columns), remainder(number, columns)
+    def line(w, w_stride, i, column0, num_columns):
+        row = i32((thread_x() >> 3) + i * lines_each)
         if gated:
             column = min(i32(column0 + remainder(row, half)), i32(num_columns - 1))
             source_row = i32(column + quotient(row, half) * num_columns)
         else:
             source_row = min(i32(column0 + row), i32(num_columns - 1))
-        at_k = i32(split * per_range + (thread_x() & 7) * 8)
-        return w + i64(source_row) * w_stride + i64(at_k) * 2
+        return w + i64(source_row) * w_stride + i64(thread_x() & 7) * 16
 
     @device
-    def lines(w, w_stride, per_range, column0, num_columns):
+    def lines(w, w_stride, column0, num_columns):
         return (
-            line(w, w_stride, 0, per_range, column0, num_columns),
-            line(w, w_stride, 1, per_range, column0, num_columns),
-            line(w, w_stride, 2, per_range, column0, num_columns),
-            line(w, w_stride, 3, per_range, column0, num_columns),
+            line(w, w_stride, 0, column0, num_columns),
+            line(w, w_stride, 1, column0, num_columns),
+            line(w, w_stride, 2, column0, num_columns),
+            line(w, w_stride, 3, column0, num_columns),
         )
 
     return lines
 
 
 def _copy_weights(tile: MmaTile) -> Any:
-    """Start copying a stage of W, with zeros past the ranges' ends."""
-    piece_bytes, splits, offset = 512 * tile.warps, tile.k_splits, tile.weights_offset
+    """Start copying a stage of W, with zeros past the end of K."""
+    piece_bytes, offset = 512 * tile.warps, tile.weights_offset
 
     @device
-    def copy_weights(lines, at, step, per_range, k):
+    def copy_weights(lines, at, step, k):
         target, begin = i32(at + offset + place()), i64(step) * 128
-        size = bytes_left(step, min(per_range, k))
-        other = size
-        if splits == 2:  # its second half of the tile's lines
-            other = bytes_left(step, min(per_range, i32(k - per_range)))
+        size = bytes_left(step, k)
         copy16_or_zero(target, lines[0] + begin, size)
         copy16_or_zero(target + piece_bytes, lines[1] + begin, size)
-        copy16_or_zero(target + 2 * piece_bytes, lines[2] + begin, other)
-        copy16_or_zero(target + 3 * piece_bytes, lines[3] + begin, other)
+        copy16_or_zero(target + 2 * piece_bytes, lines[2] + begin, size)
+        copy16_or_zero(target + 3 * piece_bytes, lines[3] + begin, size)
 
     return copy_weights
 
@@ -117,7 +110,7 @@ def make_gemm_step_mma(tile: MmaTile) -> Any:
     and residual (bf16) or 0; out, bf16, or float32 where ``option`` is 1 (gated: bf16, no residual,
     and ``option`` chooses gelu with tanh); n, k, m; strides in bytes.
     """
-    splits, stages, stage_bytes = tile.k_splits, tile.stages, tile.stage_bytes
+    stages, stage_bytes = tile.stages, tile.stage_bytes
     halves, box_rows, ahead = 2 if tile.gated else 1, tile.box_rows, tile.stages - 1
     weight_lines, copy_weights, copy_rows = (
         _weight_lines(tile),
@@ -135,14 +128,13 @@ def make_gemm_step_mma(tile: MmaTile) -> Any:
         launch_dependents()
         base = dynamic_shared()
         column0, num_columns = i32(block_x() * box_rows), quotient(n, halves)
-        per_range = range_length(k, splits)
-        steps = quotient(i32(per_range), 64)
-        lines = weight_lines(w, w_stride, per_range, column0, num_columns)
+        steps = quotient(i32(k + 63), 64)
+        lines = weight_lines(w, w_stride, column0, num_columns)
         for i in range(ahead):  # constants: no need to wait
-            copy_weights(lines, i32(base + i * stage_bytes), i, per_range, k)
+            copy_weights(lines, i32(base + i * stage_bytes), i, k)
         wait_prerequisites()
         for i in range(ahead):
-            copy_rows(x, x_stride, i32(base + i * stage_bytes), i, per_range, k, m)
+            copy_rows(x, x_stride, i32(base + i * stage_bytes), i, k, m)
             copy_commit()
         total = zero()
         stage, free = i32(0), i32(ahead)
@@ -151,8 +143,8 @@ def make_gemm_step_mma(tile: MmaTile) -> Any:
             sync_threads()  # the stage is there for all, and the one before is done with
             total = multiply_stage(total, i32(base + stage * stage_bytes))
             at = i32(base + free * stage_bytes)
-            copy_weights(lines, at, i + ahead, per_range, k)
-            copy_rows(x, x_stride, at, i + ahead, per_range, k, m)
+            copy_weights(lines, at, i + ahead, k)
+            copy_rows(x, x_stride, at, i + ahead, k, m)
             copy_commit()
             free = stage
             stage = i32(stage + 1)

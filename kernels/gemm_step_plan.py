@@ -7,7 +7,6 @@ ascending, in one float32 accumulator of the tensor core.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 RUNGS = (8, 16, 32, 64, 128)
 """Rows of activations that a kernel has room for."""
@@ -119,7 +118,6 @@ class MmaTile:
     warps: int
     gated: bool = False
     line_bytes: int = 128
-    k_splits: ClassVar[int] = 1
 
     @property
     def threads(self) -> int:
@@ -139,12 +137,12 @@ class MmaTile:
     @property
     def weights_offset(self) -> int:
         """Where a stage's weights lie, after its activations."""
-        return self.k_splits * self.rows * 128
+        return self.rows * 128
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of a stage: 64 k of every range."""
-        return self.weights_offset + self.k_splits * self.columns * self.line_bytes
+        """Shared memory of a stage: 64 k of x, then of W."""
+        return self.weights_offset + self.columns * self.line_bytes
 
     @property
     def stages(self) -> int:
@@ -158,8 +156,8 @@ class MmaTile:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory; the float32 tiles of all ranges take over the stages'."""
-        return max(self.stages * self.stage_bytes, self.k_splits * self.rows * self.pitch)
+        """Dynamic shared memory; the float32 tile takes over the stages'."""
+        return max(self.stages * self.stage_bytes, self.rows * self.pitch)
 
     def grid(self, n: int) -> int:
         """Thread blocks for a matrix of ``n`` rows."""
@@ -211,29 +209,13 @@ TILES |= {
 """Tiles by variant: ``gemm_step_bf16_<variant>`` is the kernel of one."""
 
 
-def _mma_tiles(rungs: tuple[int, ...], line_bytes: int = 128) -> dict[str, MmaTile]:
-    """Many rows of activations are read for more rows of W at once."""
-    return {
-        f"{form}_{rows}": MmaTile(
-            rows, 2 * warps if rows >= 64 else warps, form == "gated", line_bytes
-        )
-        for form, warps in (("narrow", 2), ("wide", 4), ("gated", 4))
-        for rows in rungs
-    }
-
-
-MMA_TILES = _mma_tiles(RUNGS)
-"""Tiles of the ``mma.sync`` form: ``gemm_step_mma_bf16_<variant>``."""
-LINE_BYTES = {"q8_0": 68, "q4_0": 36, "q4_1": 40}
-"""Bytes of 64 elements, two blocks, as GGUF stores them."""
-QUANT_RUNGS = (8, 32, 128)
-QUANT_TILES: dict[str, MmaTile] = {
-    f"{type}_{name}": tile
-    for type, line_bytes in LINE_BYTES.items()
-    for name, tile in _mma_tiles(QUANT_RUNGS, line_bytes).items()
+MMA_TILES: dict[str, MmaTile] = {
+    # Many rows of activations are read for more rows of W at once.
+    f"{form}_{rows}": MmaTile(rows, 2 * warps if rows >= 64 else warps, form == "gated")
+    for form, warps in (("narrow", 2), ("wide", 4), ("gated", 4))
+    for rows in RUNGS
 }
-"""Tiles of ``gemm_step_<type>_<variant>``, quantised weights: ``MMA_TILES`` with fewer rungs."""
-RANGE_STEP = 128
+"""Tiles of the ``mma.sync`` form: ``gemm_step_mma_bf16_<variant>``."""
 
 
 def form(n: int, *, gated: bool = False) -> str:

@@ -151,6 +151,17 @@ bulk_load = instruction(
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $3, [$2];",
 )
 """Start loading contiguous bytes: (shared, global, barrier, bytes), all multiples of 16."""
+
+
+@cache
+def bulk_load_with(policy: str) -> Any:
+    """``bulk_load`` with an L2 policy."""
+    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+    return instruction(
+        "", "r l r r", f"{{ .reg .b64 h; mov.b64 h, {policy}; {copy} [$0], [$1], $3, [$2], h; }}"
+    )
+
+
 tile_store_commit = instruction("", "", "cp.async.bulk.commit_group;")
 tile_store_wait_read = instruction("", "", "cp.async.bulk.wait_group.read 0;")
 tile_store_wait = instruction("", "", "cp.async.bulk.wait_group 0;")

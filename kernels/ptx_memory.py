@@ -32,11 +32,12 @@ load_f32x4 = instruction("f4", "l", "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];")
 
 load_constant_b16 = instruction("h", "l", f"{_CONSTANT}.b16 $0, [$1];")
 load_constant_b32 = instruction("r", "l", f"{_CONSTANT}.b32 $0, [$1];")
+load_constant_b32x2 = instruction("r2", "l", f"{_CONSTANT}.v2.b32 {{$0, $1}}, [$2];")
 load_constant_b32x4 = instruction("r4", "l", f"{_CONSTANT}.v4.b32 {{$0, $1, $2, $3}}, [$4];")
 load_constant_f32 = instruction("f", "l", f"{_CONSTANT}.f32 $0, [$1];")
 load_constant_f32x2 = instruction("f2", "l", f"{_CONSTANT}.v2.f32 {{$0, $1}}, [$2];")
 load_constant_f32x4 = instruction("f4", "l", f"{_CONSTANT}.v4.f32 {{$0, $1, $2, $3}}, [$4];")
-"""Constant loads: 2, 4, 16, 4, 8 and 16 bytes."""
+"""Constant loads: 2, 4, 8, 16, 4, 8 and 16 bytes."""
 
 load_stream_b32x4 = instruction("r4", "l", f"{_STREAM}.v4.b32 {{$0, $1, $2, $3}}, [$4];")
 """A stream load of 16 bytes."""
@@ -65,11 +66,9 @@ atomic_add_shared_b32 = instruction("r", "r r", "atom.shared.add.u32 $0, [$1], $
 prefetch_l2 = instruction("", "l", "prefetch.global.L2 [$0];")
 """Ask for the cache line of an address; allowed before ``wait_prerequisites`` for constants."""
 
-load_shared_u16 = instruction(
-    "r", "r", "{ .reg .b16 h; ld.shared.b16 h, [$1]; cvt.u32.u16 $0, h; }"
-)
 load_shared_b16 = instruction("h", "r", "ld.shared.b16 $0, [$1];")
 load_shared_b32 = instruction("r", "r", "ld.shared.b32 $0, [$1];")
+load_shared_b32x2 = instruction("r2", "r", "ld.shared.v2.b32 {$0, $1}, [$2];")
 load_shared_b32x4 = instruction("r4", "r", "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
 load_shared_b64 = instruction("l", "r", "ld.shared.b64 $0, [$1];")
 load_shared_f32 = instruction("f", "r", "ld.shared.f32 $0, [$1];")

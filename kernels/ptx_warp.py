@@ -51,6 +51,10 @@ shuffle_xor_b32 = _collective("r", "r r", f"shfl.sync.bfly.b32 $0, $1, $2, 31, {
 shuffle_f32 = _collective("f", "f r", f"shfl.sync.idx.b32 $0, $1, $2, 31, {_ALL};")
 shuffle_b32 = _collective("r", "r r", f"shfl.sync.idx.b32 $0, $1, $2, 31, {_ALL};")
 """The value of a lane: (value, lane)."""
+quad_values = tuple(
+    _collective("f", "f", f"shfl.sync.idx.b32 $0, $1, {i}, 0x1C1F, {_ALL};") for i in range(4)
+)
+"""The value of the first, second, third and fourth lane of one's own four."""
 shuffle_down_f32 = _collective("f", "f r", f"shfl.sync.down.b32 $0, $1, $2, 31, {_ALL};")
 """The value of lane (own lane + delta), or one's own at the end: (value, delta)."""
 shuffle_xor_b64 = _collective(

@@ -128,11 +128,13 @@ def wgmma_stage_registers(
     count, steps = n // 2, len(b_steps)
     registers = ", ".join(f"${i}" for i in range(count))
     b_register = 2 * count + 4 * steps
-    lines = ["{ .reg .pred p; .reg .b64 b; setp.ne.b32 p, 1, 0; wgmma.fence.sync.aligned;"]
+    lines = ["{ .reg .pred p; .reg .b64 b; .reg .b32 low, high; setp.ne.b32 p, 1, 0;"]
+    lines.append("wgmma.fence.sync.aligned;")
     for step, b in enumerate(b_steps):
         words = ", ".join(f"${2 * count + 4 * step + i}" for i in range(4))
         lines.append(
-            f"add.s64 b, ${b_register}, {b >> 4};"
+            f"mov.b64 {{low, high}}, ${b_register}; add.u32 low, low, {b >> 4};"
+            f" mov.b64 b, {{low, high}};"
             f" wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element}"
             f" {{{registers}}}, {{{words}}}, b, p, 1, 1, {int(b_transposed)};"
         )

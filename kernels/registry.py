@@ -33,6 +33,7 @@ MODULES = (
     "gemm_step",
     "gemm_step_mma",
     "gemm_step_quant",
+    "gemm_step_tiles",
     "kv_store",
     "moe_decode",
     "moe_grouped",

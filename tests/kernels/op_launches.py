@@ -14,7 +14,7 @@ import numpy as np
 
 from atlas.backends.cuda.array import ITEM_BYTES, DeviceArray
 from atlas.backends.cuda.launch import packed_arguments
-from atlas.backends.cuda.pack import DeviceMatrix, host_rows, layout
+from atlas.backends.cuda.pack import DeviceMatrix, host_rows, host_units, layout, row_runs
 from atlas.ops.blocks import HostMatrix
 from tests.kernels.launches import Bench, decode, encode
 from tests.ops.cases import Case
@@ -154,13 +154,14 @@ class OnDevice:
 
 def put_matrix(bench: Bench, parts: list[HostMatrix], groups: int = 1) -> DeviceMatrix:
     """Stacked matrices in device memory, as a loader places them."""
-    from atlas.backends.cuda.pack import row_runs
-
     found = layout(parts, groups)
-    data = np.zeros((found.rows, found.row_bytes), np.uint8)
-    for run in row_runs([part.rows for part in parts], groups):
-        rows = host_rows(parts[run.part], run.first, run.first + run.count, found)
-        data[run.target : run.target + run.count] = rows
+    if found.is_quantized:
+        data = host_units(parts, 0, found.shape[0], found)
+    else:
+        data = np.zeros(found.shape, np.uint8)
+        for run in row_runs([part.rows for part in parts], groups):
+            rows = host_rows(parts[run.part], run.first, run.first + run.count)
+            data[run.target : run.target + run.count] = rows
     address = bench.memory.put(data)
     bench.early(address)
     return DeviceMatrix(found, DeviceArray(address, data.shape, "uint8"))

@@ -109,6 +109,26 @@ _UNARY: dict[str, Callable[..., Array]] = {
 }
 
 
+def _fused_pairs(a: Array, b: Array, c: Array) -> Array:
+    """a · b + c of two bf16 a word, each rounded once: float64 holds any such sum, nearly."""
+    result = np.zeros_like(a)
+    for shift in (np.uint64(0), np.uint64(16)):
+        values = [
+            ((word >> shift & ones(16)) << np.uint64(16)).astype(np.uint32).view(np.float32)
+            for word in (a, b, c)
+        ]
+        x, y, z = (value.astype(np.float64) for value in values)
+        exact = x * y + z
+        single = exact.astype(np.float32)
+        # Rounded to odd in float32 first, so that the rounding to bf16 is the only one.
+        bits = single.view(np.uint32)
+        inexact = (single.astype(np.float64) != exact) & np.isfinite(single)
+        away = inexact & (np.abs(single.astype(np.float64)) > np.abs(exact))
+        bits = (bits - away.astype(np.uint32)) | inexact.astype(np.uint32)
+        result |= _bf16(bits.view(np.float32)) << shift
+    return result
+
+
 def compute(parts: list[str], sources: list[Array]) -> Array:
     name, kind = parts[0], parts[-1]
     if kind == "pred":
@@ -123,6 +143,9 @@ def compute(parts: list[str], sources: list[Array]) -> Array:
         operation = np.left_shift if name == "shl" else np.right_shift
         value = typed(sources[0], kind)
         return raw_bits(operation(value, sources[1].astype(value.dtype)), kind)
+    if kind == "bf16x2":
+        assert name == "fma"
+        return _fused_pairs(*sources)
     numbers = [typed(source, kind) for source in sources]
     if name == "setp":
         found = _COMPARE[parts[1]](*numbers[:2]).astype(np.uint64)
@@ -130,18 +153,39 @@ def compute(parts: list[str], sources: list[Array]) -> Array:
     if name == "mul" and parts[1] == "wide":
         wide = kind[0] + "64"
         return raw_bits(numbers[0].astype(np.int64) * numbers[1].astype(np.int64), wide)
+    if name == "mul" and parts[1] == "hi":
+        exact = [number.astype(object) for number in numbers]  # Python's integers have no end
+        return raw_bits((exact[0] * exact[1] >> int(kind[1:])).astype(numbers[0].dtype), kind)
     if name == "mad":
         return raw_bits(numbers[0] * numbers[1] + numbers[2], kind)
-    if name == "prmt":
-        return _permute(*sources)
-    if name == "bfi":
-        field, word, start, length = sources
-        mask = ones(length) << start
-        return raw_bits(typed(word & ~mask | field << start & mask, kind), kind)
+    if name in _BITS:
+        return raw_bits(typed(_BITS[name](*sources), kind), kind)
     if name == "fma":
         return raw_bits(_fused(*numbers, down=parts[1] == "rm"), kind)
     table = _UNARY if len(numbers) == 1 else _BINARY
     return raw_bits(table[name](*numbers), kind)
+
+
+def _lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
+    """Each bit by the truth table of the bits of a, b, c."""
+    result, one = np.zeros_like(a), ones(32)
+    for case in range(8):
+        chosen = one
+        for word, bit in ((a, 4), (b, 2), (c, 1)):
+            chosen = chosen & (word if case & bit else ~word & one)
+        result |= np.where(table >> np.uint64(case) & np.uint64(1), chosen, np.uint64(0))
+    return result & one
+
+
+def _funnel(low: Array, high: Array, count: Array) -> Array:
+    """The low word of (low, high) shifted right."""
+    both = low & ones(32) | high << np.uint64(32)
+    return both >> (count & np.uint64(31)) & ones(32)
+
+
+def _insert(field: Array, word: Array, start: Array, length: Array) -> Array:
+    mask = ones(length) << start
+    return word & ~mask | field << start & mask
 
 
 def _permute(low: Array, high: Array, selector: Array) -> Array:
@@ -153,6 +197,14 @@ def _permute(low: Array, high: Array, selector: Array) -> Array:
         assert (nibble < 8).all()
         result |= (word >> nibble * np.uint64(8) & byte) << np.uint64(8 * i)
     return result
+
+
+_BITS: dict[str, Callable[..., Array]] = {
+    "lop3": _lop3,
+    "shf": _funnel,
+    "prmt": _permute,
+    "bfi": _insert,
+}
 
 
 def _convert(parts: list[str], sources: list[Array]) -> Array:

@@ -72,10 +72,14 @@ class WarpGroup:
     open: list[Product] = field(default_factory=list)
     groups: list[list[Product]] = field(default_factory=list)
 
-    def issue(self, product: Product) -> None:
+    def issue(self, product: Product, write: Callable[[str, Array], None]) -> None:
+        """Its accumulators become NaN, if they are not those of a product under way."""
         busy = [p.sums for group in [*self.groups, self.open] for p in group]
         if product.sums in busy:
             product.begun = None  # what the product before it leaves
+        else:
+            for name in product.sums:
+                write(name, _NAN)
         self.open.append(product)
 
     def commit(self) -> None:
@@ -98,10 +102,8 @@ class WarpGroup:
                     write(name, value)
 
 
-def issued(
-    operands: list[str], read: Callable[[str], Array], write: Callable[[str, Array], None]
-) -> Product:
-    """The product that a group's ``wgmma`` names; its accumulators become NaN."""
+def issued(operands: list[str], read: Callable[[str], Array]) -> Product:
+    """The product that a group's ``wgmma`` names."""
     sums = names_of(operands[0])
     registers = operands[1].startswith("{")
     wanted = [bool(value) for value in read(operands[3])]
@@ -110,8 +112,6 @@ def issued(
     flags = [int(operand) for operand in operands[6:]]
     assert operands[4:6] == ["1", "1"], "negated operands"
     begun = [read(name).copy() for name in sums] if wanted[0] else []
-    for name in sums:
-        write(name, _NAN)
     b, transposed = _uniform(read(operands[2])), not registers and bool(flags[0])
     return Product(sums, a, b, begun, not wanted[0], transposed, bool(flags[-1]))
 

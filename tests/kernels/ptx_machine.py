@@ -10,6 +10,7 @@ refuses others. Approximations (``rsqrt``, ``ex2``) are exact here.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,9 +66,11 @@ class Memory:
         address: int,
         shape: tuple[int, ...],
         box: tuple[int, ...],
-        strides: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
     ) -> bytes:
         """As ``Gpu.tensor_map``, in this machine's own form."""
+        if strides is None:
+            strides = tuple(2 * math.prod(shape[i:]) for i in range(1, len(shape)))
         order = (list(sizes[::-1]) for sizes in (shape, strides, box))
         return TensorMap(address, *order).encode()
 
@@ -253,7 +256,11 @@ class _Block:
         elif name == "shfl":
             warps_of(active)
             lane, own = self._read(operands[2]).astype(np.int64), np.arange(active.size)
-            lane = own ^ lane if parts[2] == "bfly" else own // WARP * WARP + lane % WARP
+            if parts[2] == "bfly":
+                lane = own ^ lane
+            else:  # within segments of as many lanes as the mask in bits 8 to 12 leaves
+                kept = int(operands[3], 0) >> 8 & 31
+                lane = own // WARP * WARP + (own & kept | lane & 31 & ~kept)
             self._write(operands[0], self._read(operands[1])[lane], active)
         elif name == "vote":
             self._ballot(operands, active)
@@ -289,7 +296,7 @@ class _Block:
                 self.registers.setdefault(name, np.zeros(self.pc.size, np.uint64))[at] = value
 
             if operation == "mma_async":
-                group.issue(issued(operands, read, write))
+                group.issue(issued(operands, read), write)
             elif operation == "commit_group":
                 group.commit()
             else:

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from atlas_kernels.gemm_step_plan import (
-    LINE_BYTES,
     MMA_TILES,
-    QUANT_TILES,
     RUNGS,
     TILES,
     MmaTile,
@@ -35,7 +33,7 @@ def test_every_tile_fits_an_sm() -> None:
             assert box <= 256, "a box of a tensor map"
             assert box * 128 % 1024 == 0, "the swizzle has a period of 1,024 bytes"
         assert tile.stages >= 3
-    for mma_tile in (*MMA_TILES.values(), *QUANT_TILES.values()):
+    for mma_tile in MMA_TILES.values():
         assert mma_tile.shared_bytes <= 99 * 1024, "the least of all GPUs since sm_80"
         assert mma_tile.stages >= 2
 
@@ -77,18 +75,14 @@ class Product:
         """By ``gemm_step_mma``; one more row of NaN must stay as it is."""
         return self._run(f"gemm_step_mma_bf16_{name}", MMA_TILES[name], x, type, bias, residual)
 
-    def quantised(self, name: str, x: Buffer, type: str = "f32") -> Array:
-        """By a kernel for quantised weights."""
-        return self._run(f"gemm_step_{name}", QUANT_TILES[name], x, type, None, None)
-
     def wgmma(self, name: str, x: Array) -> Array:
         """By ``gemm_step``; one more row of NaN must stay as it is."""
         bench, tile, (m, k) = self.bench, TILES[name], x.shape
         bf16 = bench.put(x, "bf16")
         encode = bench.memory.tensor_map
         maps = [
-            encode(self.weight.address, (self.n, k), (tile.weight_box, 64), (2 * k,)),
-            encode(bf16.address, (m, k), (tile.rows, 64), (2 * k,)),
+            encode(self.weight.address, (self.n, k), (tile.weight_box, 64)),
+            encode(bf16.address, (m, k), (tile.rows, 64)),
         ]
         places = [bench.memory.put(np.frombuffer(encoded, np.uint8)) for encoded in maps]
         out = bench.empty((m + 1, self.n), "f32")
@@ -129,6 +123,19 @@ def test_mma_products(bench: Bench, name: str, rows: int) -> None:
     assert np.abs(got - want).max() <= 2e-6 * np.abs(want).max()
 
 
+# A ring that goes round, stages of 64 and of 128 elements, 16 to 64 rows of W in a tile.
+@pytest.mark.parametrize(
+    ("name", "rows"), [("c16_8", 5), ("c48_16", 9), ("wide_8", 8), ("c64_64", 33)]
+)
+def test_wgmma_gives_the_bits_of_mma(bench: Bench, name: str, rows: int) -> None:
+    if not isinstance(bench.memory, Memory) and bench.memory.arch != "sm_90a":
+        pytest.skip(f"gemm_step needs sm_90a, not {bench.memory.arch}")
+    product = Product(bench, 100, 1416, pad=0)
+    x = rounded(_normal(rows, 1416), "bf16")
+    want = product.mma(f"wide_{rung(rows)}", bench.put(x, "bf16"))
+    np.testing.assert_array_equal(product.wgmma(name, x), want)
+
+
 def test_mma_rows_are_independent(bench: Bench) -> None:
     product = Product(bench, 40, 392)
     x = rounded(_normal(20, 392), "bf16")
@@ -163,57 +170,6 @@ def test_mma_gate_is_a_product_stored_and_gated(bench: Bench, has_bias: bool) ->
     want = np.empty((6, 72), np.float32)
     OPS["silu_and_mul"](bench.get(stored), out=want)
     assert np.abs(got - want).max() <= 2.0**-8 * np.abs(want).max()
-
-
-def _blocks(type: str, rows: int, k: int) -> tuple[Array, Array]:
-    """Random blocks of a quantised matrix, [rows, bytes], and what they stand for."""
-    rng = np.random.default_rng([rows, k])
-    count, data_bytes = k // 32, 32 if type == "q8_0" else 16
-    data = rng.integers(0, 256, (rows, count, data_bytes), np.uint8)
-    floats = rng.standard_normal((rows, count, 2 if type == "q4_1" else 1)).astype(np.float16)
-    stored = np.concatenate([floats.view(np.uint8), data], axis=-1)
-    if type == "q8_0":
-        integers = data.view(np.int8).astype(np.float32)
-    else:
-        integers = np.concatenate([data & 15, data >> 4], axis=-1).astype(np.float32)
-        integers -= np.float32(8 if type == "q4_0" else 0)
-    values = floats[..., :1].astype(np.float32) * integers
-    if type == "q4_1":
-        values += floats[..., 1:].astype(np.float32)
-    assert stored.shape[-1] * 2 == LINE_BYTES[type]
-    return stored.reshape(rows, -1), values.reshape(rows, k)
-
-
-def _quantised(bench: Bench, type: str, n: int, k: int) -> tuple[Product, Product]:
-    """A matrix of blocks, and the same one dequantised in bf16."""
-    stored, values = _blocks(type, n, k)
-    blocks, plain = Product(bench, n, k), Product(bench, n, k)
-    address = bench.memory.put(stored)
-    blocks.weight = Buffer(address, stored, stored.shape, type)
-    plain.weight = bench.put(values, "bf16")
-    if isinstance(bench.memory, Memory):
-        bench.memory.constants |= {address, plain.weight.address}
-    return blocks, plain
-
-
-@pytest.mark.parametrize("type", list(LINE_BYTES))
-@pytest.mark.parametrize(("form", "rows"), [("narrow", 3), ("wide", 10)])
-def test_quantised_products_have_the_bits_of_dequantised_ones(
-    bench: Bench, type: str, form: str, rows: int
-) -> None:
-    blocks, plain = _quantised(bench, type, 72, 448)
-    x = bench.put(_normal(rows, 448), "bf16")
-    got = blocks.quantised(f"{type}_{form}_{8 if rows <= 8 else 32}", x)
-    np.testing.assert_array_equal(got, plain.mma(f"{form}_{rung(rows)}", x))
-
-
-@pytest.mark.parametrize("type", list(LINE_BYTES))
-def test_quantised_gates(bench: Bench, type: str) -> None:
-    blocks, plain = _quantised(bench, type, 2 * 40, 64)
-    x = bench.put(_normal(5, 64) / 64, "bf16")
-    got = blocks.quantised(f"{type}_gated_8", x, "bf16")
-    assert np.abs(got).max() > 0
-    np.testing.assert_array_equal(got, plain.mma("gated_8", x, "bf16"))
 
 
 @pytest.mark.gpu

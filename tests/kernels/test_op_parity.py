@@ -12,7 +12,7 @@ import pytest
 from atlas.backends.cuda import NOT_OFFERED
 from atlas.errors import CapabilityError, ShapeError
 from atlas.ops import OPS
-from atlas.ops.blocks import HostMatrix, dequantize
+from atlas.ops.blocks import FORMATS, HostMatrix, dequantize
 from tests.kernels.launches import Bench, rounded
 from tests.kernels.op_launches import _FLOAT32, BenchQueue, run_op
 from tests.ops import cases
@@ -50,6 +50,11 @@ def _on_machine(op: str, case: cases.Case) -> bool:
     )
 
 
+def _is_quantised(case: cases.Case) -> bool:
+    matrices = [value for value in case.args if isinstance(value, HostMatrix)]
+    return all(FORMATS[matrix.format].is_quantized for matrix in matrices)
+
+
 def _cases(op: str) -> list[Any]:
     marked = []
     for case in getattr(cases, op)():
@@ -76,7 +81,7 @@ def _defined(op: str, names: list[str], case: cases.Case) -> dict[str, np.ndarra
     def given(name: str, value: Any) -> Any:
         if isinstance(value, HostMatrix):
             weights = rounded(dequantize(value), "bf16")
-            is_table = op == "embedding" and value.format in ("q8_0", "q4_0", "q4_1")
+            is_table = op == "embedding" and FORMATS[value.format].is_quantized
             weights = dequantize(value) if is_table else weights
             return HostMatrix("f32", value.rows, value.cols, weights)
         if not isinstance(value, np.ndarray) or value.dtype.kind == "i":
@@ -94,8 +99,25 @@ def _defined(op: str, names: list[str], case: cases.Case) -> dict[str, np.ndarra
 
 @pytest.mark.parametrize(("bench", "op", "case"), CASES, indirect=["bench"])
 def test_cuda(bench: Bench, op: str, case: cases.Case) -> None:
+    _check(bench, bench.memory.arch if hasattr(bench.memory, "arch") else "sm_80", op, case)
+
+
+HOPPER_CASES = [
+    pytest.param("machine", op, case, id=f"{op}-{case.id}")
+    for op in ("linear", "linear_add", "linear_gated")
+    for case in getattr(cases, op)()
+    if _on_machine(op, case) and _is_quantised(case) and not case.id.endswith(("T2", "T3", "T4"))
+]
+
+
+@pytest.mark.parametrize(("bench", "op", "case"), HOPPER_CASES, indirect=["bench"])
+def test_quantised_products_on_sm_90a(bench: Bench, op: str, case: cases.Case) -> None:
+    """The machine has TMA tiles and ``wgmma``, but no clusters, which bf16 products may take."""
+    _check(bench, "sm_90a", op, case)
+
+
+def _check(bench: Bench, arch: str, op: str, case: cases.Case) -> None:
     names = list(inspect.signature(OPS[op]).parameters)
-    arch = bench.memory.arch if hasattr(bench.memory, "arch") else "sm_80"
     queue = BenchQueue(bench, arch)
     try:
         got = run_op(queue, op, _implementation(op), names, case)

@@ -23,6 +23,7 @@ from atlas.errors import AtlasError
 from atlas.ops import OPS
 from atlas.ops.blocks import HostMatrix, dequantize
 from atlas.sampling_table import choose_tokens, score_tokens
+from tests.kernels.cells import unit_weights
 from tests.kernels.launches import decode, encode
 from tests.native.test_cuda_launch import LAUNCH
 
@@ -424,9 +425,11 @@ def on_host(array: DeviceArray) -> Array:
 
 def _matrix(matrix: DeviceMatrix) -> HostMatrix:
     data = on_host(matrix.data)
-    if matrix.format == "bf16":
-        data = np.ascontiguousarray(data).view(np.uint16)
-    return HostMatrix(matrix.format, matrix.rows, matrix.cols, data)
+    if matrix.is_quantized:
+        values = unit_weights(data, matrix.format, matrix.rows, matrix.cols)
+        return HostMatrix("f32", matrix.rows, matrix.cols, values)
+    data = np.ascontiguousarray(data).view(np.uint16)
+    return HostMatrix("bf16", matrix.rows, matrix.cols, data)
 
 
 def exact_product(x: Array, weight: HostMatrix) -> Array:

@@ -10,7 +10,7 @@ from atlas.errors import ShapeError
 from atlas.ops.check import match_dims
 
 _THREADS, _WIDTH = 128, 8
-_BLOCK_WIDTH = 32  # weights that a thread of a quantised table takes
+_QUANT_WIDTH = 16  # weights that a thread of a quantised table takes
 
 
 def embedding(
@@ -21,11 +21,11 @@ def embedding(
     match_dims(f"{rows} {dim}", out)
     type = activation_type(out)
     if table.is_quantized:
-        name, width = f"embedding_{table.format}_{type}", _BLOCK_WIDTH
+        name, width = f"embedding_{table.format}_{type}", _QUANT_WIDTH
     else:
         suffix = row_suffix(dim, _WIDTH, out, table.values)
         name, width = f"embedding_bf16_{type}{suffix}", 1 if suffix else _WIDTH
-    args = (ids, table.data, out, dim, table.layout.row_bytes, out.strides[0], scale)
+    args = (ids, table.data, out, dim, table.layout.shape[1], out.strides[0], scale)
     queue.launch(name, (rows, -(-dim // (_THREADS * width))), args)
 
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from atlas_kernels.gemm_step_plan import (
-    MMA_TILES,
-    QUANT_RUNGS,
+from atlas_kernels.gemm_step_plan import MMA_TILES, RUNGS, TILES, mma_form, rung, variant
+from atlas_kernels.quant_plan import (
+    CELL_ROWS,
+    QUANT_MMA_TILES,
     QUANT_TILES,
-    RUNGS,
-    TILES,
-    mma_form,
-    rung,
-    variant,
+    quant_form,
+    quant_rung,
 )
 
 from atlas.backends.cuda import activation as gates
@@ -104,7 +102,8 @@ def linear_gated(
         raise ShapeError(f"activation {activation!r}; allowed: {', '.join(_GATES)}")
     _check(x, weight, bias, out, columns)
     match("bfloat16", "T F", out, "T F2", gate_up)
-    if columns % _QUAD == 0 and out.shape[0] <= STEP_ROWS:
+    fused = columns % (CELL_ROWS if weight.is_quantized else _QUAD) == 0
+    if fused and out.shape[0] <= STEP_ROWS:
         step_product(queue, x, weight, Epilogue(bias, gate=activation), out)
         return
     _product(queue, x, weight, Epilogue(bias), gate_up)
@@ -176,7 +175,10 @@ def step_product(
     option = 2 if epilogue.relu else int(is_f32)
     if epilogue.gate is not None:
         option = _GATES[epilogue.gate]
-    if weight.format == "bf16" and queue.device.arch == "sm_90a":
+    if weight.is_quantized:
+        _quantised_product(queue, x, weight, shared, (*strides, option), gated=gated)
+        return
+    if queue.device.arch == "sm_90a":
         name = variant(n, m, gated=gated)
         tile = TILES[name]
         maps = (
@@ -186,11 +188,22 @@ def step_product(
         args: Args = (*maps, *shared, *strides, option)
         queue.launch(f"gemm_step_bf16_{name}", (tile.grid(n), 1), args, (weight, x))
         return
-    family = mma_form(n, gated=gated)
-    args = (weight.data, x, *shared, weight.layout.row_bytes, x.strides[0], *strides, option)
-    if weight.format == "bf16":
-        name = f"{family}_{rung(m)}"
-        queue.launch(f"gemm_step_mma_bf16_{name}", (MMA_TILES[name].grid(n), 1), args, weight)
-    else:
-        name = f"{weight.format}_{family}_{next(size for size in QUANT_RUNGS if m <= size)}"
-        queue.launch(f"gemm_step_{name}", (QUANT_TILES[name].grid(n), 1), args, weight)
+    args = (weight.data, x, *shared, 2 * k, x.strides[0], *strides, option)
+    name = f"{mma_form(n, gated=gated)}_{rung(m)}"
+    queue.launch(f"gemm_step_mma_bf16_{name}", (MMA_TILES[name].grid(n), 1), args, weight)
+
+
+def _quantised_product(
+    queue: Queue, x: DeviceArray, weight: DeviceMatrix, shared: Args, last: Args, *, gated: bool
+) -> None:
+    """``step_product`` of quantised weights; every form sums alike."""
+    n, size = weight.rows, quant_rung(len(x))
+    if queue.device.arch == "sm_90a":
+        name = f"{weight.format}_{quant_form(n, gated=gated)}_{size}"
+        tile = QUANT_TILES[name]
+        args: Args = (weight.data, queue.tensor_map(x, (tile.rows, 64)), *shared, *last)
+        queue.launch(f"gemm_step_{name}", (tile.grid(n), 1), args, (weight, x))
+        return
+    name = f"{weight.format}_{'gated' if gated else 'plain'}_{size}"
+    args = (weight.data, x, *shared, x.strides[0], *last)
+    queue.launch(f"gemm_step_mma_{name}", (QUANT_MMA_TILES[name].grid(n), 1), args, weight)

@@ -2,13 +2,13 @@
 
 Threads copy pieces of the file into pinned buffers of their own (that reads the file, and Python's
 lock is not held), and put each on one of two streams. Float formats other than bfloat16 are cast by
-a kernel behind the copy; formats that no kernel reads are dequantised by the thread.
+a kernel behind the copy; quantised weights are put into the kernels' order by the thread.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.launch import KernelLaunch, Recording
 from atlas.backends.cuda.memory import Arena, PinnedMemory
-from atlas.backends.cuda.pack import DeviceMatrix, MatrixLayout, host_rows, layout, row_runs
+from atlas.backends.cuda.pack import (
+    DeviceMatrix,
+    MatrixLayout,
+    host_rows,
+    host_units,
+    layout,
+    row_runs,
+)
 from atlas.ops.blocks import HostMatrix
 
 if TYPE_CHECKING:
@@ -76,24 +83,45 @@ class Loader:
         Returns when the host memory has been read; copies to the device may still be under way.
         """
         packed = layout(matrices, groups)
-        data = self._arena.take((packed.rows, packed.row_bytes), "uint8")
-        kernel = _cast_kernel(matrices[0], packed)
-        if kernel is not None:
-            self._device.kernels.load([kernel])
-        pending: list[Future[None]] = []
-        for run in row_runs([part.rows for part in matrices], groups):
-            part = matrices[run.part]
-            row_bytes = max(packed.row_bytes, part.data.strides[0])
-            most = max(1, PIECE_BYTES // row_bytes)
-            for first in range(0, run.count, most):
-                stop = min(run.count, first + most)
-                target = data.address + (run.target + first) * packed.row_bytes
-                pending.append(
-                    self._submit(part, run.first + first, run.first + stop, packed, target)
-                )
+        data = self._arena.take(packed.shape, "uint8")
+        if packed.is_quantized:
+            pending = self._units(matrices, packed, data.address)
+        else:
+            pending = self._rows(matrices, packed, data.address)
         for done in pending:
             done.result()
         return DeviceMatrix(packed, data)
+
+    def _units(
+        self, matrices: Sequence[HostMatrix], packed: MatrixLayout, address: int
+    ) -> list[Future[None]]:
+        """Move quantised matrices, some units at a time."""
+        count, unit_bytes = packed.shape
+        most = max(1, PIECE_BYTES // unit_bytes)
+        return [
+            self._submit(
+                self._move_units, matrices, first, min(count, first + most), packed,
+                address + first * unit_bytes,
+            )
+            for first in range(0, count, most)
+        ]  # fmt: skip
+
+    def _rows(
+        self, matrices: Sequence[HostMatrix], packed: MatrixLayout, address: int
+    ) -> list[Future[None]]:
+        """Move matrices that are bf16 on the device, some rows at a time."""
+        kernel = _CAST.get(matrices[0].format)
+        if kernel is not None:
+            self._device.kernels.load([kernel])
+        row_bytes, pending = packed.shape[1], []
+        for run in row_runs([part.rows for part in matrices], packed.groups):
+            part = matrices[run.part]
+            most = max(1, PIECE_BYTES // max(row_bytes, part.data.strides[0]))
+            for first in range(0, run.count, most):
+                rows = (run.first + first, run.first + min(run.count, first + most))
+                target = address + (run.target + first) * row_bytes
+                pending.append(self._submit(self._move_rows, part, *rows, target))
+        return pending
 
     def place(self, values: NDArray[np.float32]) -> DeviceArray:
         """A float32 array on the device."""
@@ -126,9 +154,7 @@ class Loader:
         if self._raw is not None:
             self._raw.close()
 
-    def _submit(
-        self, part: HostMatrix, first: int, stop: int, packed: MatrixLayout, target: int
-    ) -> Future[None]:
+    def _submit(self, move: Callable[..., None], *args: Any) -> Future[None]:
         if self._pool is None:
             self._device.enter()
             self._streams += [self._device.create_stream() for _ in range(2)]
@@ -136,7 +162,7 @@ class Loader:
             self._pool = ThreadPoolExecutor(
                 self._threads, thread_name_prefix="atlas-load", initializer=self._start_worker
             )
-        return self._pool.submit(self._move, part, first, stop, packed, target)
+        return self._pool.submit(move, *args)
 
     def _start_worker(self) -> None:
         self._device.enter()
@@ -155,16 +181,29 @@ class Loader:
             self._slots += self._own.slots
         self._own.turn = 0
 
-    def _move(
-        self, part: HostMatrix, first: int, stop: int, packed: MatrixLayout, target: int
+    def _move_units(
+        self,
+        matrices: Sequence[HostMatrix],
+        first: int,
+        stop: int,
+        packed: MatrixLayout,
+        target: int,
     ) -> None:
-        """One piece: file → pinned buffer → device, and cast there if need be."""
-        device, stream = self._device, self._own.stream
-        kernel = _cast_kernel(part, packed)
+        self._move(host_units(matrices, first, stop, packed), target)
+
+    def _move_rows(self, part: HostMatrix, first: int, stop: int, target: int) -> None:
+        kernel = _CAST.get(part.format)
         if kernel is None:
-            rows = host_rows(part, first, stop, packed)
+            self._move(host_rows(part, first, stop), target)
         else:
             rows = part.data[first:stop].view(np.uint8).reshape(stop - first, -1)
+            self._move(rows, target, kernel, part.data.itemsize)
+
+    def _move(
+        self, rows: NDArray[np.uint8], target: int, kernel: str | None = None, item_bytes: int = 1
+    ) -> None:
+        """One piece: pinned buffer → device, and cast there if need be."""
+        device, stream = self._device, self._own.stream
         for piece, offset in _pieces(rows):
             slot: _Slot = self._own.slots[self._own.turn]
             self._own.turn = (self._own.turn + 1) % _BUFFERS
@@ -174,8 +213,8 @@ class Loader:
                 device.copy_in(target + offset, slot.pinned.address, piece.size, stream)
             else:
                 device.copy_in(slot.raw.address, slot.pinned.address, piece.size, stream)
-                count = piece.size // part.data.itemsize
-                place = target + 2 * (offset // part.data.itemsize)
+                count = piece.size // item_bytes
+                place = target + 2 * (offset // item_bytes)
                 launch = KernelLaunch(
                     kernel, (-(-count // _CAST_ELEMENTS), 1), (slot.raw, place, count)
                 )
@@ -192,8 +231,3 @@ def _pieces(rows: NDArray[np.uint8]) -> list[tuple[NDArray[np.uint8], int]]:
         return [(rows, 0)]
     flat = np.ascontiguousarray(rows).reshape(-1)
     return [(flat[at : at + PIECE_BYTES], at) for at in range(0, flat.size, PIECE_BYTES)]
-
-
-def _cast_kernel(part: HostMatrix, packed: MatrixLayout) -> str | None:
-    """The kernel that makes the device's format of a source's, where there is one."""
-    return _CAST.get(part.format) if packed.format == "bf16" else None

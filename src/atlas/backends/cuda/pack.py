@@ -1,9 +1,10 @@
 """Weight matrices as they lie in device memory: which format, how many bytes, which row where.
 
-A matrix keeps the order of a checkpoint: rows of K weights, one under the other. bf16 stays as it
-is, and so do the blocks of Q8_0, Q4_0 and Q4_1; every other format becomes bf16 when it is loaded,
-rounded to nearest even, which ``MatrixLayout.is_converted`` discloses. A gate and its up projection
-are stacked as any matrices are: all gate rows, then all up rows.
+bf16 keeps the order of a checkpoint, rows of K weights one under the other; other float formats and
+experts become bf16 when they are loaded, rounded to nearest even, which
+``MatrixLayout.is_converted`` discloses. Quantised weights keep their integers and scales, in the
+units of 32 rows that ``atlas_kernels.quant_plan`` describes. A gate and its up projection are
+stacked as any matrices are: all gate rows, then all up rows.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from atlas_kernels.quant_plan import CELL_ROWS, CELLS, WIDENED, num_units, unit_bytes
 from numpy.typing import NDArray
 
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import require
+from atlas.backends.cuda.pack_cells import pack_units
 from atlas.errors import ShapeError
-from atlas.ops.blocks import FORMATS, HostMatrix, dequantize
+from atlas.ops.blocks import HostMatrix, dequantize
 
-_KEPT = ("q8_0", "q4_0", "q4_1")
-_PAIR = 64  # weights in the two blocks that a line of the quantised step GEMM holds
 _BF16_ALIGN = 8  # weights in 16 bytes, the unit of TMA and cp.async
 
 
@@ -51,30 +52,37 @@ class MatrixLayout:
     groups: int = 1
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes from a row to the next."""
-        layout = FORMATS[self.format]
-        return layout.row_elements(self.cols) * layout.dtype.itemsize
+    def shape(self) -> tuple[int, int]:
+        """Pieces that lie one after another, and the bytes of each: rows, or units of 32 rows."""
+        if self.is_quantized:
+            return num_units(self.rows), unit_bytes(self.format, self.cols)
+        return self.rows, 2 * self.cols
+
+    @property
+    def piece_rows(self) -> int:
+        """Rows in a piece."""
+        return CELL_ROWS if self.is_quantized else 1
 
     @property
     def nbytes(self) -> int:
         """Bytes in device memory."""
-        return self.rows * self.row_bytes
+        pieces, piece_bytes = self.shape
+        return pieces * piece_bytes
 
     @property
     def is_quantized(self) -> bool:
-        """Whether rows are blocks of integers."""
-        return FORMATS[self.format].is_quantized
+        """Whether weights are integers with scales."""
+        return self.format in CELLS
 
     @property
     def is_converted(self) -> bool:
         """Whether weights were rounded to another format than the file's."""
-        return self.format != self.source_format
+        return not self.is_quantized and self.format != self.source_format
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceMatrix:
-    """A weight matrix of the device; ``data`` is uint8 [rows, row_bytes]."""
+    """A weight matrix of the device; ``data`` is uint8 of the layout's shape."""
 
     layout: MatrixLayout
     data: DeviceArray
@@ -111,7 +119,7 @@ class DeviceMatrix:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether rows are blocks of integers."""
+        """Whether weights are integers with scales."""
         return self.layout.is_quantized
 
     @property
@@ -120,8 +128,8 @@ class DeviceMatrix:
         if self.format != "bf16":
             raise ShapeError(f"a {self.format} matrix has no elements; allowed: bf16")
         data = self.data
-        strides = (self.layout.row_bytes, 2)
-        return DeviceArray(data.address, (self.rows, self.cols), "bfloat16", strides, data.owner)
+        shape, strides = (self.rows, self.cols), (2 * self.cols, 2)
+        return DeviceArray(data.address, shape, "bfloat16", strides, data.owner)
 
 
 def layout(parts: Sequence[Shaped], groups: int = 1) -> MatrixLayout:
@@ -150,8 +158,8 @@ def layout(parts: Sequence[Shaped], groups: int = 1) -> MatrixLayout:
         )
     if any(part.rows % groups for part in parts):
         raise ShapeError(f"{[part.rows for part in parts]} rows do not divide into {groups} groups")
-    is_kept = first.format in _KEPT and first.cols % _PAIR == 0 and groups == 1
-    format = first.format if is_kept else "bf16"
+    kept = WIDENED.get(first.format, first.format)
+    format = kept if kept in CELLS and groups == 1 else "bf16"
     require(
         first.cols % _BF16_ALIGN == 0,
         "a matrix's number of columns", first.cols, f"multiples of {_BF16_ALIGN}",
@@ -180,15 +188,31 @@ def row_runs(part_rows: Sequence[int], groups: int = 1) -> list[RowRun]:
     return runs
 
 
-def host_rows(part: HostMatrix, first: int, stop: int, matrix: MatrixLayout) -> NDArray[np.uint8]:
-    """Rows of a source as they lie on the device, uint8 [stop − first, row_bytes].
-
-    A view where the bytes are the file's.
-    """
+def host_rows(part: HostMatrix, first: int, stop: int) -> NDArray[np.uint8]:
+    """Rows of a source in bf16, uint8 [stop − first, 2 · cols]; a view where the file has bf16."""
     rows = part.row_slice(first, stop)
-    if part.format == matrix.format:
+    if part.format == "bf16":
         return _as_bytes(rows.data)
     return _as_bytes(to_bf16(dequantize(rows)))
+
+
+def host_units(
+    parts: Sequence[HostMatrix], first: int, stop: int, matrix: MatrixLayout
+) -> NDArray[np.uint8]:
+    """Units of stacked, quantised matrices as they lie on the device, uint8 [stop − first, bytes].
+
+    A unit may hold the last rows of one part and the first of the next.
+    """
+    begin, end, base = first * CELL_ROWS, min(stop * CELL_ROWS, matrix.rows), 0
+    pieces = []
+    for part in parts:
+        low, high = max(begin - base, 0), min(end - base, part.rows)
+        if low < high:
+            pieces.append(part.data[low:high])
+        base += part.rows
+    data = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    chunk = HostMatrix(parts[0].format, len(data), matrix.cols, np.ascontiguousarray(data))
+    return pack_units(chunk, matrix.format)
 
 
 def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -35,7 +35,7 @@ _FEW, _MANY, _WIDE = 192, 1088, 576
 """Rows of a trial: few, and several tiles; fewer of a matrix of more than ``_NARROW`` rows."""
 _NARROW, _WIDEST = 8192, _SUMS_BYTES // (4 * 128)
 _STEP_ROWS = RUNGS[-1]
-_WORDS, _DEQUANTIZED = 1024, 4096  # columns, or words, of a thread block
+_WORDS, _DEQUANTIZED = 1024, 2048  # columns, or words, of a thread block
 _log = logging.getLogger("atlas")
 
 StepProduct = Callable[[Queue, DeviceArray, DeviceArray, DeviceArray | None], None]
@@ -155,12 +155,13 @@ class Launches:
         if not weight.is_quantized:
             yield 0, weight.values
             return
-        step = max(8, _WEIGHTS_BYTES // (2 * weight.cols) // 8 * 8)
+        each = weight.layout.piece_rows
+        step = max(each, _WEIGHTS_BYTES // (2 * weight.cols) // each * each)
         for first in range(0, weight.rows, step):
             rows = min(step, weight.rows - first)
             part = DeviceArray(self._weights, (rows, weight.cols), "bfloat16")
-            source = weight.data[first : first + rows]
-            stride = weight.layout.row_bytes
+            source = weight.data[first // each : -(-(first + rows) // each)]
+            stride = weight.layout.shape[1]
             args: Args = (0, source, part, weight.cols, stride, 2 * weight.cols, 1.0)
             grid = (rows, -(-weight.cols // _DEQUANTIZED))
             self._queue.launch(f"embedding_{weight.format}_bf16", grid, args, weight)
