@@ -54,6 +54,22 @@ def exp32(x):
 
 
 @device
+def exp32_falling(x):
+    """``exp32`` where x ≤ 0 is known, without the tests that only other numbers need."""
+    clamped = maximum(x, EXP_LOW)
+    shifted = f32(clamped * _LOG2_E) + _ROUND
+    n = shifted - _ROUND
+    r = f32(clamped - n * _LN2_HIGH) - n * _LN2_LOW
+    q = _Q0 * r + _Q1
+    q = q * r + _Q2
+    q = q * r + _Q3
+    q = q * r + _HALF
+    value = (q * (r * r) + r) + _ONE
+    value = bits_float(i32(float_bits(value) + (float_bits(shifted) << 23)))
+    return _ZERO if x < EXP_LOW else value
+
+
+@device
 def log32(x):
     """Natural logarithm of x > 0, subnormal or infinite too."""
     subnormal = x < _TINY

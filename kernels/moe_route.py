@@ -139,9 +139,9 @@ def make_moe_route(count: int) -> Any:
 
     Up to 32 · ``count`` experts and 31 choices. ``bias`` float32 [E] or 0; with ``slots`` = top_k +
     1 the last slot is the shared expert, id E, of weight sigmoid(``shared``[t]), or 1 where
-    ``shared`` is 0. ``active`` int32 [T] or 0: a row whose number is negative gets ids −1 and
-    weights 0. With ``normalize`` weights are divided by (their sum + epsilon); then they are
-    multiplied by ``scaling``. Strides in bytes.
+    ``shared`` is 0. ``active`` int32 [T] or 0: a row whose number is negative, as the slot of a row
+    of padding is, gets ids −1 and weights 0. With ``normalize`` weights are divided by (their sum +
+    epsilon); then they are multiplied by ``scaling``. Strides in bytes.
     """
     scores_of, keys_of, remove = _each(count, _score), _each(count, _key), _each(count, _without)
     softmax, sigmoids = _each(count, _softmax_value), _each(count, _sigmoid_value)

@@ -1,42 +1,39 @@
 """What the kernels of sampling share: random numbers, scaled logits, bins, candidates.
 
-A candidate is an int64: (bits of −x, id), which orders as "by probability" does, or with its halves
-exchanged (id, bits of −x). The bits of ``atlas.ops`` depend on the order of candidates alone;
-bins and estimates of mass only bound which logits can be among them.
+A candidate is an int64: (bits of −x, id), which orders as "by probability" does. The bits of
+``atlas.ops`` depend on the order of candidates alone; bins and estimates of mass only bound which
+logits can be among them.
 """
 
 from __future__ import annotations
 
 from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.argmax import LEAST
-from atlas_kernels.elementary import exp32
-from atlas_kernels.ptx_math import (
-    bits_float,
-    fast_exp2,
-    first_bit,
-    float_bits,
-    minimum,
-    popcount,
+from atlas_kernels.elementary import exp32_falling, log32
+from atlas_kernels.ptx_math import bits_float, fma, maximum, minimum
+from atlas_kernels.ptx_memory import (
+    load_b32,
+    load_b64,
+    load_f32,
+    load_f32x4,
+    load_shared_f32,
+    store_shared_f32,
 )
-from atlas_kernels.ptx_memory import atomic_add_b32, load_b32, load_b64, load_f32, store_b64
 from atlas_kernels.ptx_warp import (
-    ballot,
+    block_max_i64,
     lane_id,
-    shuffle_b32,
+    num_threads_x,
     shuffle_f32,
     shuffle_xor_f32,
+    sync_threads,
+    thread_x,
     warp_max_i64,
 )
-from atlas_kernels.sampling_rows import BINS, EDIT_BYTES, MIN_P, TOP_K, TOP_P
+from atlas_kernels.sampling_rows import BINS, EDIT_BYTES, MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 _LOW = 0xFFFFFFFF
 _MAGNITUDE = 0x7FFFFFFF
 INFINITY = float("inf")
-_LOG2_E = 1.4426950408889634
-SENTINEL = (1 << 63) - 1
-"""Sorts behind every candidate."""
-_SLACK = 2
-"""Bins more than the estimate of mass asks for: it has all logits of a bin in its middle."""
 _SPREAD = 32.0
 """Logits that lie further below the greatest share the last bin."""
 
@@ -89,6 +86,112 @@ def bin_of(x, scale):
 
 
 @device
+def wants(row):
+    """0 if no filter is on, 1 if only min-p is, 2 if top-k or top-p is."""
+    top = load_b32(row + 4 * TOP_K) > 0 or load_f32(row + 4 * TOP_P) < f32(1)
+    if top:
+        return i32(2)
+    return i32(1) if load_f32(row + 4 * MIN_P) > f32(0) else i32(0)
+
+
+@device
+def weight_of(magnitude):
+    """exp32 of −x's bits; the argument's high half is ignored."""
+    return exp32_falling(f32(0) - bits_float(i32(magnitude)))
+
+
+@device
+def inverse_of(temperature, greatest, low):
+    """1 / temperature, or 0 where ``scaled`` may not use it.
+
+    It may where no number on the way overflows or loses bits as a subnormal one: x is 0 or, as a
+    difference of float32 from the greatest logit on, above 2**-84.
+    """
+    size = maximum(greatest, f32(0) - greatest)
+    usable = size >= f32(2.0**-60) and size <= f32(2.0**60) and low >= f32(-(2.0**60))
+    usable = usable and temperature >= f32(2.0**-30) and temperature <= f32(2.0**30)
+    return f32(1) / temperature if usable else f32(0)
+
+
+@device
+def scaled(value, greatest, temperature, inverse):
+    """x = (value − greatest) / temperature, rounded to nearest; −inf only where inverse is 0.
+
+    Two corrections by the exact remainder: the first makes the quotient faithful, the second then
+    correct, as the inverse is the nearest one. A ``/`` would branch for every element.
+
+    Source: Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor"
+    (1990), theorem 8.
+    """
+    x = value - greatest
+    if inverse == f32(0):
+        return x / temperature
+    q = x * inverse
+    q = fma(fma(f32(0) - q, temperature, x), inverse, q)
+    return fma(fma(f32(0) - q, temperature, x), inverse, q)
+
+
+@device
+def view_of(row, key, low):
+    """(greatest, temperature, inverse, scale, floor) of a row with these extremes.
+
+    ``floor`` is min-p where nothing else filters, and else −1.
+    """
+    greatest, temperature = key_value(key), load_f32(row + 4 * TEMPERATURE)
+    floor = load_f32(row + 4 * MIN_P) if wants(row) == 1 else f32(-1)
+    inverse = inverse_of(temperature, greatest, low)
+    return greatest, temperature, inverse, bin_scale(greatest, low, temperature), floor
+
+
+@device
+def row_view(row, keys, lows, i, extents):
+    """``view_of``, by each warp."""
+    key, low = row_extent(keys, lows, i, extents)
+    return view_of(row, key, low)
+
+
+@device
+def bin_in(view, value):
+    """The bin of a logit; where min-p alone filters 0 if it stays and 1 if not."""
+    x = scaled(value, view[0], view[1], view[2])
+    if view[4] >= f32(0):
+        return i32(0) if exp32_falling(x) >= view[4] else i32(1)
+    return bin_of(x, view[3])
+
+
+@device
+def threshold(view, limit):
+    """No logit below it lies in a bin up to ``limit``: a bin, or 0.01 in x, is left as a margin."""
+    if view[4] >= f32(0):
+        return view[0] + (log32(view[4]) - f32(0.01)) * view[1]
+    if limit >= BINS - 2 or view[3] <= f32(0):
+        return f32(-INFINITY)
+    return view[0] - f32(limit + 2) / view[3] * view[1]
+
+
+@device
+def first_quad(source):
+    """The place ≤ 0 of a row at which its address is a multiple of 16."""
+    return i32(0) - i32((source >> 2) & 3)
+
+
+@device
+def _one(source, at, size):
+    return load_f32(source + i64(at) * 4) if at >= 0 and at < size else f32(-INFINITY)
+
+
+@device
+def load_quad(source, at, size):
+    """Four logits from place ``at`` on, −inf outside the row; the address is a multiple of 16."""
+    if at >= 0 and at + 4 <= size:
+        return load_f32x4(source + i64(at) * 4)
+    return (
+        _one(source, at, size), _one(source, i32(at + 1), size),
+        _one(source, i32(at + 2), size), _one(source, i32(at + 3), size),
+    )  # fmt: skip
+
+
+@device
 def _scan(value):
     """Inclusive sums over the warp."""
     lane = lane_id()
@@ -100,91 +203,26 @@ def _scan(value):
 
 
 @device
-def _bin_value(counts, at, rate):
-    """What a bin adds: its number of logits, times an estimate of their weight."""
-    return f32(load_b32(counts + at * 4)) * fast_exp2((f32(at) + f32(0.5)) * rate)
+def block_scan(value, sums):
+    """(inclusive sum, sum of all) over the thread block; ``sums`` is shared float32 [warps]."""
+    warp, inner = thread_x() >> 5, _scan(value)
+    if lane_id() == 31:
+        store_shared_f32(sums + warp * 4, inner)
+    sync_threads()
+    before, total = f32(0), f32(0)
+    for w in range(num_threads_x() >> 5):
+        other = load_shared_f32(sums + w * 4)
+        before = before + (other if w < warp else f32(0))
+        total = total + other
+    sync_threads()
+    return before + inner, total
 
 
 @device
-def last_bin(row, counts, scale):
-    """By each warp: the bin down to which candidates are wanted, as a guess for top-p alone."""
-    lane, count = lane_id(), load_b32(row + 4 * TOP_K)
-    by_mass = count == 0
-    rate = f32(-_LOG2_E) / scale if by_mass and scale > f32(0) else f32(0)
-    own = f32(0)
-    for j in range(BINS // 32):
-        own = own + _bin_value(counts, i32(lane * (BINS // 32) + j), rate)
-    ends = _scan(own)
-    aim = f32(count)
-    if by_mass:
-        p = load_f32(row + 4 * TOP_P)
-        aim = shuffle_f32(ends, 31) * (p + (f32(1) - p) * f32(0.25))
-    reached = ballot(i32(1) if ends >= aim else i32(0))
-    group = first_bit(reached)
-    found = i32(BINS - 1)
-    if group < 32:
-        before = shuffle_f32(ends - own, group)
-        at = i32(group * (BINS // 32) + lane)
-        within = before + _scan(_bin_value(counts, at, rate))
-        inside = first_bit(ballot(i32(1) if within >= aim else i32(0)))
-        found = i32(group * (BINS // 32) + min(inside, i32(31)))
-        if by_mass:
-            found = i32(min(found + _SLACK, BINS - 1))
-    return found
-
-
-@device
-def wants(row):
-    """0 if no filter is on, 1 if only min-p is, 2 if top-k or top-p is."""
-    top = load_b32(row + 4 * TOP_K) > 0 or load_f32(row + 4 * TOP_P) < f32(1)
-    if top:
-        return i32(2)
-    return i32(1) if load_f32(row + 4 * MIN_P) > f32(0) else i32(0)
-
-
-@device
-def gather(logits, start, end, step, first, greatest, temperature, scale, limit, floor, out, room,
-           counter):  # fmt: skip
-    """Append candidates among logits start + first, + step … to a list, in any order.
-
-    Wanted is a bin up to ``limit``, or with ``limit`` −1 a weight of at least ``floor``. The
-    counter goes on past ``room``, the list does not. Whole warps.
-    """
-    lane = lane_id()
-    before = i32((i64(1) << lane) - 1)
-    for base in range(start, end, step):
-        at = i32(base + first)
-        value = f32(-INFINITY)
-        if at < end:
-            value = load_f32(logits + i64(at) * 4)
-        x = (value - greatest) / temperature
-        wanted = i32(0)
-        if value > f32(-INFINITY):
-            if limit >= 0:
-                wanted = i32(1) if bin_of(x, scale) <= limit else i32(0)
-            else:
-                wanted = i32(1) if exp32(x) >= floor else i32(0)
-        votes = ballot(wanted)
-        if votes != 0:
-            place = i32(0)
-            if lane == 0:
-                place = atomic_add_b32(counter, popcount(votes))
-            place = i32(shuffle_b32(place, 0) + popcount(i32(votes & before)))
-            if wanted != 0 and place < room:
-                magnitude = i64(float_bits(x) & _MAGNITUDE)
-                store_b64(out + i64(place) * 8, i64((magnitude << 32) | i64(at)))
-
-
-@device
-def exchanged(candidate):
-    """With its halves exchanged."""
-    return i64((candidate << 32) | ((candidate >> 32) & _LOW))
-
-
-@device
-def weight_of(magnitude):
-    """exp32 of −x's bits; the argument's high half is ignored."""
-    return exp32(f32(0) - bits_float(i32(magnitude)))
+def first_of(found, index):
+    """The least index of those that threads found, in every thread; −1 where nobody did."""
+    best = block_max_i64(i64(-i64(index)) if found else i64(LEAST), LEAST)
+    return i32(-best) if best > LEAST else i32(-1)
 
 
 @device

@@ -40,16 +40,23 @@ IN_PROMPT, BANNED = 1, 2
 LANES = 256
 """As in ``atlas.ops.elementary``: chains of a tree sum, elements in a block of a prefix sum."""
 EXTENT_LEN = 4096
-COUNT_LEN = 8192
-"""Logits that a thread block looks at."""
+PART_LEN = 16384
+"""Logits that a thread block looks at: for the extent, and for bins and candidates."""
 LANE_BLOCKS = LANES // 32
 BINS = 1024
+PART_COUNT_BYTES = 2 * BINS
+"""A part's logits by bin, as uint16."""
 SHORT_LEN = 4096
 """Candidates that a row has room for; beyond, a row takes one of the long lists in turn."""
 MAX_SCORES = 20
 SCORE_WORDS = 2 * MAX_SCORES + 2
 """A score: log-probability (float32), 0, the best ids, their log-probabilities."""
 MAX_VOCABULARY = 1 << 20
+
+
+def num_parts(vocab: int, part_len: int) -> int:
+    """Thread blocks for a row, which may begin up to 3 logits behind a multiple of 16 bytes."""
+    return -(-(vocab + 3) // part_len)
 
 
 def aligned(num_bytes: int) -> int:

@@ -50,7 +50,7 @@ def _next_best(logits, size, greatest, after):
 
 @kernel("sampling_score", args="ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i64", threads=THREADS)
 def sampling_score(
-    rows, logits, keys, lows, taken, lanes, lists, chosen, scores, size, parts, logits_stride
+    rows, logits, keys, lows, taken, lanes, lists, chosen, scores, size, extents, logits_stride
 ):
     """scores[row] = log p of the row's chosen token, and the best ids with theirs; grid (rows).
 
@@ -66,18 +66,20 @@ def sampling_score(
         token = load_b32(chosen + logits_row * 4)
         if token >= 0:
             source, out = logits + logits_row * logits_stride, scores + i64(i) * (4 * SCORE_WORDS)
-            greatest = key_value(row_extent(keys, lows, i, parts)[0])
+            greatest = key_value(row_extent(keys, lows, i, extents)[0])
             if thread < LANES:
                 own = load_f32(lanes + (i64(i) * LANES + thread) * 4)
                 store_shared_f32(sums + thread * 4, own)
             sync_threads()
             log_total = log32(end_lanes(sums))
-            num_top, count = load_b32(row + 4 * TOP_K), load_b32(taken + i64(i) * 4)
+            num_top, count = load_b32(row + 4 * TOP_K), i32(0)
+            if num_top > 0:
+                count = load_b32(taken + i64(i) * 8)
             if thread == 0:
                 x = load_f32(source + i64(token) * 4) - greatest
                 store_f32(out, x - log_total)
             if num_top > 0 and count <= SHORT_LEN:
-                listed = lists + i64(i) * (8 * SHORT_LEN)
+                listed = lists + i64(i) * (16 * SHORT_LEN)
                 sort(tile, listed, count)
                 if thread < num_top:
                     candidate = load_b64(listed + i64(thread) * 8)

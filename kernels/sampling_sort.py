@@ -1,27 +1,35 @@
-"""Sorting by one thread block: a bitonic network over int64 in device memory.
+"""Sorting by one thread block: a bitonic network over int64, after a distribution to bins.
 
 Every comparison puts the lesser element first (the first step of a merge compares mirrored places),
 so that places past the end count as greatest without being there. Pieces of ``TILE`` elements are
-sorted and merged in shared memory.
+sorted and merged in shared memory. A longer list of candidates is distributed to the bins of x
+first, and as many bins as a piece holds are sorted at a time.
 
 Source: Batcher, "Sorting Networks and Their Applications" (1968).
 """
 
 from __future__ import annotations
 
-from atlas_kernels._cuda import device, i32, i64
-from atlas_kernels.ptx_math import quotient
+from atlas_kernels._cuda import device, f32, i32, i64
+from atlas_kernels.argmax import LEAST
+from atlas_kernels.ptx_math import bits_float, quotient
 from atlas_kernels.ptx_memory import (
+    atomic_add_shared_b32,
     load_b64,
+    load_shared_b32,
     load_shared_b64,
     shared_buffer,
     store_b64,
+    store_shared_b32,
     store_shared_b64,
 )
-from atlas_kernels.ptx_warp import sync_threads, thread_x
+from atlas_kernels.ptx_warp import block_max_i64, sync_threads, thread_x
+from atlas_kernels.sampling_parts import bin_of, block_scan
+from atlas_kernels.sampling_rows import BINS
 
 THREADS = 512
 TILE = 4096
+assert 2 * THREADS == BINS, "a thread has two bins"
 tile_buffer = shared_buffer("atlas_sampling_tile", 8 * TILE)
 """For the kernel to call, once: each function that calls it has a buffer of its own."""
 
@@ -109,3 +117,67 @@ def sort(tile, keys, count):
             own = i32(min(i32(TILE), i32(count - first)))
             _in_tile(tile, keys + i64(first) * 8, own, size == TILE)
         size = i32(size << 1)
+
+
+@device
+def _candidate_bin(candidate, scale):
+    return bin_of(f32(0) - bits_float(i32(candidate >> 32)), scale)
+
+
+@device
+def _distribute(bins, listed, ranked, count, scale, sums):
+    """Put a list in order of bins, within a bin in any order; the bins become their ends."""
+    thread = thread_x()
+    store_shared_b32(bins + thread * 8, i32(0))
+    store_shared_b32(bins + thread * 8 + 4, i32(0))
+    sync_threads()
+    for j in range(thread, count, THREADS):
+        place = i32(bins + _candidate_bin(load_b64(listed + i64(j) * 8), scale) * 4)
+        atomic_add_shared_b32(place, i32(1))
+    sync_threads()
+    low = load_shared_b32(bins + thread * 8)
+    both = i32(low + load_shared_b32(bins + thread * 8 + 4))
+    start = i32(i32(block_scan(f32(both), sums)[0]) - both)
+    store_shared_b32(bins + thread * 8, start)
+    store_shared_b32(bins + thread * 8 + 4, i32(start + low))
+    sync_threads()
+    for j in range(thread, count, THREADS):
+        candidate = load_b64(listed + i64(j) * 8)
+        place = i32(bins + _candidate_bin(candidate, scale) * 4)
+        store_b64(ranked + i64(atomic_add_shared_b32(place, i32(1))) * 8, candidate)
+    sync_threads()
+
+
+@device
+def _piece_end(bins, first):
+    """The end of the last bin that ends up to ``TILE`` places on, or else of the next bin."""
+    low = load_shared_b32(bins + thread_x() * 8)
+    high = load_shared_b32(bins + thread_x() * 8 + 4)
+    last = i32(first + TILE)
+    near = high if high <= last else low
+    end = i32(block_max_i64(i64(near if near <= last else first), LEAST))
+    if end <= first:
+        far = low if low > first else high
+        end = i32(-block_max_i64(i64(-i64(far)) if far > first else i64(LEAST), LEAST))
+    return end
+
+
+@device
+def rank(tile, bins, listed, ranked, count, scale, sums):
+    """``ranked`` = the candidates of a list by probability, both int64 [count] in device memory.
+
+    ``bins`` is shared int32 [BINS], ``sums`` shared float32 [warps].
+    """
+    if count > TILE:
+        _distribute(bins, listed, ranked, count, scale, sums)
+    else:
+        for j in range(thread_x(), count, THREADS):
+            store_b64(ranked + i64(j) * 8, load_b64(listed + i64(j) * 8))
+        sync_threads()
+    first = i32(0)
+    while first < count:
+        end = count
+        if count > TILE:
+            end = _piece_end(bins, first)
+        sort(tile, ranked + i64(first) * 8, i32(end - first))
+        first = end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.kernels.compiling import ROTATED, compile_every, ptx_path, ptx_text
 from tests.kernels.launches import Bench, gpu_bench, machine_bench
 
 HAS_COMPILER = importlib.util.find_spec("numba_cuda") is not None
@@ -25,17 +25,30 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
+_reports: list[str] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in _reports:
+        terminalreporter.write_line(line)
+
+
 @pytest.fixture(scope="session")
-def ptx_of(kernel_cache: Path) -> Callable[[str], str]:
+def every_kernel(kernel_cache: Path) -> None:
+    """Every kernel in the cache, for sm_90a and the architecture of the day."""
+    _reports.append(f"{compile_every(kernel_cache)} kernels compiled for sm_90a and {ROTATED}")
+
+
+@pytest.fixture(scope="session")
+def ptx_of(request: pytest.FixtureRequest, kernel_cache: Path) -> Callable[[str], str]:
     """Name of a kernel → its PTX for sm_90a."""
-    from atlas_kernels import build
-    from atlas_kernels.registry import Architecture
+    if any("every_kernel" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        request.getfixturevalue("every_kernel")  # they are wanted anyway: do nothing twice
 
     @cache
     def text(name: str) -> str:
-        declared = dataclasses.replace(build.find(name), lto=False)
-        target = Architecture.parse("sm_90a")
-        return build.compile_body(declared.make(), declared, target).decode()
+        path = ptx_path(kernel_cache, name)
+        return path.read_text() if path.exists() else ptx_text(name)
 
     return text
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels.compiling import ROTATED
 from tests.kernels.conftest import HAS_COMPILER, NO_COMPILER
 
 if not HAS_COMPILER:
@@ -24,11 +24,6 @@ from atlas_kernels.manifest import KernelInfo
 from atlas_kernels.moe_plan import GATE_UP_TILES
 from atlas_kernels.ptx_memory import load_f32, store_f32
 from atlas_kernels.registry import KERNELS, load_table, register
-
-OTHERS = ("sm_80", "sm_100", "sm_120")
-TODAY = OTHERS[datetime.date.today().toordinal() % len(OTHERS)]
-ROTATED = os.environ.get("ATLAS_KERNEL_ARCH", TODAY)
-"""Besides sm_90a, one architecture a day: all of them would take the check too long."""
 
 TYPES = ("bf16", "f32")
 _OLD = "the assembler for sm_80 takes far more registers than for sm_90; cause not found"
@@ -57,6 +52,7 @@ def _in_cache(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATLAS_CACHE_DIR", str(kernel_cache))
 
 
+@pytest.mark.usefixtures("every_kernel")
 @pytest.mark.parametrize("arch", ["sm_90a", ROTATED])
 def test_every_kernel_compiles_without_spills(arch: str) -> None:
     table = {info.name: info for info in build.kernel_table(arch)}
@@ -73,6 +69,7 @@ def test_every_kernel_compiles_without_spills(arch: str) -> None:
         assert info.static_shared_bytes <= 48 * 1024
 
 
+@pytest.mark.usefixtures("every_kernel")
 def test_ptx_is_clean(ptx_of: Callable[[str], str]) -> None:
     letters = {"ptr": "u64", "i64": "u64", "i32": "u32", "f32": "f32"}
     for name in build.names_for("sm_90a"):

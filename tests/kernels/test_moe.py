@@ -19,8 +19,12 @@ from atlas_kernels.moe_plan import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atlas.backends.cuda import moe as moe_ops
+from atlas.backends.cuda.array import DeviceArray
+from atlas.backends.cuda.pack import DeviceMatrix, MatrixLayout
 from atlas.ops import OPS
 from tests.kernels.launches import Bench, Buffer, close, rounded
+from tests.kernels.op_launches import BenchQueue
 
 Array = np.ndarray[Any, Any]
 EXPERTS, DIM, INNER = 6, 384, 64
@@ -259,6 +263,68 @@ def test_decode_and_grouped(bench: Bench, rows: int, variant: str, shared: bool)
     close(run, want, "bf16", 1e-2)
     again = experts.grouped(x, ids, weights, bench.put(residual, "bf16", pad=8), variant="r16")
     np.testing.assert_array_equal(run, again)
+
+
+class Block:
+    """A block's ops as the backend launches them; of six experts three are in memory.
+
+    On the PTX machine a read of the others fails.
+    """
+
+    def __init__(self, bench: Bench, capability: tuple[int, int]) -> None:
+        self.bench, self.queue = bench, BenchQueue(bench, "sm_90a")
+        self.queue.device.capability = capability
+        self.random = np.random.default_rng(4)
+        self.matrices = [self._matrix(2 * INNER, DIM), self._matrix(DIM, INNER)]
+
+    def _matrix(self, rows: int, cols: int) -> DeviceMatrix:
+        values = self.random.standard_normal((3 * rows, cols)).astype(np.float32) * cols**-0.5
+        address = self.bench.early(self.bench.put(values, "bf16").address)
+        data = DeviceArray(address, (6 * rows, 2 * cols), "uint8")
+        return DeviceMatrix(MatrixLayout("bf16", "bf16", 6 * rows, cols, 6), data)
+
+    def _bf16(self, *shape: int) -> DeviceArray:
+        return DeviceArray(self.bench.empty(shape, "bf16").address, shape, "bfloat16")
+
+    def run(self, scores: Array, slots: Array, x: Array, residual: Array) -> Array:
+        """The residual stream after the block."""
+        bench, rows, ids = self.bench, len(x), np.zeros((len(x), 2), np.int32)
+        scores_at, slots_at, ids_at = map(bench.memory.put, (scores, slots, ids))
+        weights_at = bench.early(bench.memory.put(ids.astype(np.float32)))
+        routed = (
+            DeviceArray(ids_at, (rows, 2), "int32"),
+            DeviceArray(weights_at, (rows, 2), "float32"),
+        )
+        moe_ops.moe_route(
+            self.queue, DeviceArray(scores_at, scores.shape, "float32"), True,
+            slots=DeviceArray(slots_at, (rows,), "int32"), ids=routed[0], weights=routed[1],
+        )  # fmt: skip
+        bench.early(ids_at)  # gate_up waited for whoever wrote them
+        source, out = bench.put(x, "bf16"), bench.put(residual, "bf16")
+        moe_ops.moe_experts(
+            self.queue, DeviceArray(source.address, x.shape, "bfloat16"), *self.matrices, *routed,
+            "silu", expert_gate_up=self._bf16(rows, 2, 2 * INNER),
+            expert_activated=self._bf16(rows, 2, INNER), expert_out=self._bf16(rows, 2, DIM),
+            out=DeviceArray(out.address, x.shape, "bfloat16"),
+        )  # fmt: skip
+        return bench.get(out)
+
+
+def test_padding_reads_no_experts(bench: Bench) -> None:
+    """Rows of negative slots change no bit of the others, and read no weights."""
+    random, real = np.random.default_rng(5), np.array([0, 2, 5])
+    scores, x, residual = (random.standard_normal((6, n)).astype(np.float32) for n in (6, DIM, DIM))
+    scores[:, 3:] += 30
+    scores[real, 3:] -= 60  # only padding would choose experts 3 to 5
+    slots, residual = np.full(6, -1, np.int32), rounded(residual, "bf16")
+    slots[real] = 0, 17, 4
+    for capability in ((9, 0), (8, 0)):  # the decode kernels, the grouped ones
+        block = Block(bench, capability)
+        padded = block.run(scores, slots, x, residual)
+        alone = block.run(scores[real], slots[real], x[real], residual[real])
+        np.testing.assert_array_equal(padded[real], alone)
+        np.testing.assert_array_equal(padded[slots < 0], residual[slots < 0])
+        assert (alone != residual[real]).any(axis=1).all()
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from atlas import sampling_table as table
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.sampling import sample as device_sample
 from atlas.backends.cuda.sampling import score as device_score
+from atlas.ops.elementary import exp32
 from atlas.ops.sampling import sample
 from atlas.sampler import TokenCounts, score_token
 from atlas.sampling import SamplingParams
@@ -215,6 +216,33 @@ def test_more_candidates_than_a_list_holds(bench: Bench) -> None:
     check(bench, draws)
 
 
+_SEVERAL = 2 * 16384 + 77
+_ACROSS = [0, 1, 16383, 16384, 20000, 32768, _SEVERAL - 1]
+_TIES = np.append(np.repeat(_normal(8, 20), _SEVERAL // 20), np.zeros(_SEVERAL % 20))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(_ACROSS, {"top_p": 0.95}), (3.0, {"top_k": 900}), (3.0, {})],
+        [(3.0, {"min_p": 0.02}), (0.7, {"top_p": 0.9}), (1.0, {"top_k": 9000, "top_p": 0.8})],
+        [(3.0, {"min_tokens": 20, "bad_words": ((9,), (20000,))}), (_TIES, {"top_p": 0.8})],
+    ],
+    ids=["short lists", "long lists", "bans and ties"],
+)
+def test_several_parts(bench: Bench, rows: list[tuple[Any, dict[str, Any]]]) -> None:
+    """Thread blocks share a row whose address is no multiple of 16."""
+    draws = []
+    for i, (shape, options) in enumerate(rows):
+        logits = _normal(i, _SEVERAL, shape if isinstance(shape, float) else 3.0)
+        if shape is _ACROSS:
+            logits[_ACROSS] = 15.0
+        if shape is _TIES:
+            logits = _TIES.astype(np.float32)
+        draws.append(Draw(logits, SamplingParams(temperature=0.8, seed=i, **options)))
+    check(bench, draws)
+
+
 def test_a_guess_of_the_nucleus_that_is_too_small(bench: Bench) -> None:
     """All logits but two in one bin: the estimate of their mass is far off."""
     logits = np.full(600, -0.001, np.float32)
@@ -254,6 +282,56 @@ def test_log_probabilities(bench: Bench) -> None:
     for i in range(3):
         token = int(chosen[i])
         assert found.sampled(i, token) == score_token(logits[i], token, tops[i])
+
+
+def test_scaled_is_a_division(bench: Bench) -> None:
+    """And ``exp32_falling`` of it ``exp32``; by the inverse, or without it near the extremes."""
+    from atlas_kernels import elementary, ptx_async, ptx_memory, ptx_warp, sampling_parts
+    from atlas_kernels.registry import KERNELS, register
+
+    scaled, inverse_of, exp = (
+        sampling_parts.scaled, sampling_parts.inverse_of, elementary.exp32_falling,
+    )  # fmt: skip
+    load, store, thread, block = (
+        ptx_memory.load_f32, ptx_memory.store_f32, ptx_warp.thread_x, ptx_warp.block_x,
+    )  # fmt: skip
+
+    launch_dependents, wait = ptx_async.launch_dependents, ptx_async.wait_prerequisites
+
+    def probe(values, temperatures, out, weights, greatest, low):
+        launch_dependents()
+        wait()
+        at = (block() * 256 + thread()) * 4
+        temperature = load(temperatures + at)
+        inverse = inverse_of(temperature, greatest, low)
+        x = scaled(load(values + at), greatest, temperature, inverse)
+        store(out + at, x)
+        store(weights + at, exp(x))
+
+    register(probe, "sampling_probe", args="ptr ptr ptr ptr f32 f32", threads=256)
+    try:
+        random, size = np.random.default_rng(1), 1 << 14
+        for greatest in (7.3, -0.4, 3e-20, 0.0, 1e36):
+            spread = np.exp(random.uniform(-16, 5, size)) * max(abs(greatest), 1e-3)
+            values = (np.float32(greatest) - spread).astype(np.float32)
+            values[:9] = greatest
+            temperatures = np.exp(random.uniform(-16, 14, size)).astype(np.float32)
+            temperatures[::3] = random.choice([1.0, 0.7, 1.3, 0.99999994, 1.0000001], size)[::3]
+            out = np.zeros(size, np.float32)
+            put = bench.memory.put
+            args = [put(values), put(temperatures), put(out), put(out)]
+            low = np.float32(values.min())
+            bench.run("sampling_probe", (size // 256, 1), [*args, np.float32(greatest), low])
+            with np.errstate(over="ignore", under="ignore"):
+                want = (values - np.float32(greatest)) / temperatures
+            got = bench.memory.get(args[2], out)
+            np.testing.assert_array_equal(
+                got.view(np.int32)[want != 0], want.view(np.int32)[want != 0]
+            )
+            assert (got[want == 0] == 0).all()
+            np.testing.assert_array_equal(bench.memory.get(args[3], out), exp32(want))
+    finally:
+        KERNELS.pop("sampling_probe")
 
 
 @pytest.mark.gpu

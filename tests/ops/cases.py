@@ -555,6 +555,7 @@ def moe_route() -> Iterator[Case]:
         )
     yield from _routed(True)
     yield from _routed(False)
+    yield from _routed_padding()
 
 
 @dataclass(frozen=True)
@@ -586,6 +587,18 @@ def _routed(normalize: bool) -> Iterator[Case]:
         yield Case(f"{name}-{'sum' if normalize else 'plain'}", args, dict(written), written)
 
 
+def _routed_padding() -> Iterator[Case]:
+    """Rows of padding, one of them all NaN, get no experts."""
+    for scoring in ("softmax", "sigmoid"):
+        rng = _rng(22)
+        ids, weights, scores = np.full((5, 3), 9, np.int32), _nan(5, 3), _normal(rng, 5, 9)
+        scores[1] = np.nan
+        slots = np.array([0, -1, 700, -1, 3], np.int32)
+        written = {"ids": ids, "weights": weights}
+        args = (scores, True, scoring, None, 1.5, 1, 1, None, slots)
+        yield Case(f"{scoring}-padding", args, dict(written), written)
+
+
 def moe_experts() -> Iterator[Case]:
     formats = ["f32", "bf16", "q4_0", "q8_0", "q4_k", "q5_1"]
     for n, format in enumerate(formats):
@@ -611,6 +624,29 @@ def moe_experts() -> Iterator[Case]:
                 2e-5,
                 groups=6,
             )
+
+    # Rows of padding among others, whose scratch stays NaN.
+    for n, (format, rows) in enumerate([("bf16", 3), ("q8_0", 5), ("bf16", 11)]):
+        rng, dim, inner = _rng(15, 98, n), 128, 64
+        ids = np.stack([rng.permutation(3)[:2] for _ in range(rows)]).astype(np.int32)
+        ids[[0, rows - 1]] = -1
+        weights, out = np.abs(_normal(rng, rows, 2)), _normal(rng, rows, dim)
+        weights[ids < 0] = 0
+        gate_up = random_matrix(rng, format, 3 * 2 * inner, dim)
+        down = random_matrix(rng, format, 3 * dim, inner)
+        scratch = {
+            "expert_gate_up": _nan(rows, 2, 2 * inner),
+            "expert_activated": _nan(rows, 2, inner),
+            "expert_out": _nan(rows, 2, dim),
+        }
+        yield Case(
+            f"{format}-padding-T{rows}",
+            (_normal(rng, rows, dim) / 16, gate_up, down, ids, weights, "silu"),
+            scratch | {"out": out},
+            {"out": out},
+            2e-5,
+            groups=3,
+        )
 
     # Experts of more than six tiles, with a row, two or none.
     for n, (format, dim) in enumerate([("f32", 107), ("q8_0", 224)]):

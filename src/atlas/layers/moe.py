@@ -76,6 +76,7 @@ class Moe:
             sizes.num_groups,
             sizes.top_groups,
             step.router[:, sizes.num_experts : sizes.num_experts + 1] if joins else None,
+            step.slots,  # rows of padding read no experts
             ids=ids,
             weights=weights,
         )

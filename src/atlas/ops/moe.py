@@ -28,6 +28,7 @@ def moe_route(
     num_groups: int = 1,
     top_groups: int = 1,
     shared: Float | None = None,
+    slots: Int | None = None,
     *,
     ids: Int,
     weights: Float,
@@ -52,6 +53,9 @@ def moe_route(
     shared : float32 [T, 1], optional
         With it the last of the X choices is the shared expert, of id E, and its weight the sigmoid
         of this; the others are chosen as without it.
+    slots : int32 [T], optional
+        Where ``kv_store`` keeps each row; a negative slot marks a row of padding, which gets no
+        experts: ids −1 and weights 0.
     ids : int32 [T, X]
         Written: the X experts of greatest (biased) probability, greatest first, lower id first on
         ties.
@@ -76,14 +80,17 @@ def moe_route(
         allowed = np.zeros(worth.shape, np.bool_)
         np.put_along_axis(allowed, best, True, axis=-1)
         choice = np.where(allowed[..., None], groups, -np.inf).reshape(choice.shape)
+    top_k = ids.shape[1]
     if shared is not None:
-        ids[:, -1], weights[:, -1:] = scores.shape[1], sigmoid(shared)
-        ids, weights = ids[:, :-1], weights[:, :-1]
-    ids[...] = np.argsort(-choice, axis=-1, kind="stable")[:, : ids.shape[1]]
-    chosen = np.take_along_axis(probabilities, ids.astype(np.int64), axis=-1)
+        top_k -= 1
+        ids[:, top_k], weights[:, top_k:] = scores.shape[1], sigmoid(shared)
+    best = np.argsort(-choice, axis=-1, kind="stable")[:, :top_k]
+    chosen = np.take_along_axis(probabilities, best, axis=-1)
     if normalize:
         chosen = chosen / (chosen.sum(axis=-1, keepdims=True) + np.float32(1e-20))
-    weights[...] = chosen * np.float32(scale)
+    ids[:, :top_k], weights[:, :top_k] = best, chosen * np.float32(scale)
+    if slots is not None:
+        ids[slots < 0], weights[slots < 0] = -1, 0
 
 
 @op
@@ -112,7 +119,7 @@ def moe_experts(
     down : matrix [E · D, F]
         The experts' matrices, one under the other.
     ids, weights : int32 and float32 [T, X]
-        As :func:`moe_route` leaves them.
+        As :func:`moe_route` leaves them; an id of −1 is no expert, and adds nothing.
     activation : {"silu", "gelu_tanh", "relu_squared"}
         With ``relu_squared`` the experts have no gate: ``gate_up`` [E · F, D] holds their ``up``.
     shared_gate_up, shared_down : matrix [2F, D] and [D, F], optional
@@ -137,7 +144,7 @@ def moe_experts(
         moe_linear(x[:, None], gate_up, ids, shared_gate_up, out=expert_gate_up)
         gate(expert_gate_up.reshape(pairs, -1), out=activated)
     moe_linear(expert_activated, down, ids, shared_down, out=expert_out)
-    moe_combine(expert_out, weights, out=out)
+    moe_combine(expert_out, ids, weights, out=out)
 
 
 def moe_linear(
@@ -153,24 +160,25 @@ def moe_linear(
         The experts' matrices, one under the other.
     ids : int32 [T, X]
     out : float32 [T, X, N]
-        Written. Each (row, expert) product is summed in the order of ``linear``.
+        Written where there is an expert. Each (row, expert) product is summed in the order of
+        ``linear``.
     """
     rows = out.shape[2]
-    for t in range(ids.shape[0]):
-        for j in range(ids.shape[1]):
-            if shared is not None and ids[t, j] * rows == weight.rows:
-                expert = shared
-            else:
-                expert = weight.row_slice(ids[t, j] * rows, (ids[t, j] + 1) * rows)
-            out[t, j] = product(x[t, min(j, x.shape[1] - 1)][None], expert)[0]
+    for t, j in np.argwhere(ids >= 0):
+        if shared is not None and ids[t, j] * rows == weight.rows:
+            expert = shared
+        else:
+            expert = weight.row_slice(ids[t, j] * rows, (ids[t, j] + 1) * rows)
+        out[t, j] = product(x[t, min(j, x.shape[1] - 1)][None], expert)[0]
 
 
-def moe_combine(y: Float, weights: Float, *, out: Float) -> None:
+def moe_combine(y: Float, ids: Int, weights: Float, *, out: Float) -> None:
     """out[t] += Σⱼ weights[t, j] · y[t, j], j ascending from 0, then into the residual.
 
-    y float32 [T, X, D], weights float32 [T, X], out float32 [T, D] (updated).
+    y float32 [T, X, D], ids int32 and weights float32 [T, X], out float32 [T, D] (updated). Choices
+    of id −1 are left out.
     """
     total = np.zeros_like(out)
     for j in range(y.shape[1]):
-        total += weights[:, j, None] * y[:, j]
+        total += np.where(ids[:, j, None] >= 0, weights[:, j, None] * y[:, j], np.float32(0))
     out += total

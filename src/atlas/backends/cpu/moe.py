@@ -21,6 +21,7 @@ def moe_route(
     num_groups: int = 1,
     top_groups: int = 1,
     shared: Array | None = None,
+    slots: Array | None = None,
     *,
     ids: Array,
     weights: Array,
@@ -31,7 +32,9 @@ def moe_route(
     experts = sizes["E"]
     if bias is not None:
         match_dims(f"{experts}", bias, dtype="float32")
-    require_contiguous(scores=scores, bias=bias, ids=ids, weights=weights)
+    if slots is not None:
+        match_dims(f"{sizes['T']}", slots, dtype="int32")
+    require_contiguous(scores=scores, bias=bias, slots=slots, ids=ids, weights=weights)
     if scoring not in SCORINGS:
         raise ShapeError(f"scoring is {scoring!r}; allowed: {', '.join(SCORINGS)}")
     if experts % num_groups or not 1 <= top_groups <= num_groups:
@@ -47,7 +50,8 @@ def moe_route(
     args: Args = (address(scores), sizes["T"], experts, sizes["X"], int(normalize), address(ids))
     args += (address(weights), address(scratch), int(scoring == "sigmoid"))
     args += (0 if bias is None else address(bias), float_bits(scale), num_groups, top_groups)
-    queue.launch("moe.route", args, (scores, bias, ids, weights, scratch))
+    args += (0 if slots is None else address(slots),)
+    queue.launch("moe.route", args, (scores, bias, slots, ids, weights, scratch))
 
 
 def moe_experts(
@@ -78,7 +82,7 @@ def moe_experts(
         both = expert_gate_up.reshape(rows * top_k, 2 * inner)
         gates[activation](queue, both, out=activated)
     moe_linear(queue, expert_activated, down, ids, out=expert_out)
-    moe_combine(queue, expert_out, weights, out=out)
+    moe_combine(queue, expert_out, ids, weights, out=out)
 
 
 def _require_apart(shared: object) -> None:
@@ -110,8 +114,10 @@ def moe_linear(queue: Queue, x: Array, weight: PackedMatrix, ids: Array, *, out:
     queue.launch(f"moe.linear_{weight.format}", args, (x, weight, ids, out, keep, scratch))
 
 
-def moe_combine(queue: Queue, y: Array, weights: Array, *, out: Array) -> None:
+def moe_combine(queue: Queue, y: Array, ids: Array, weights: Array, *, out: Array) -> None:
     sizes = match_dims("T X D", y, "T X", weights, "T D", out, dtype="float32")
-    require_contiguous(y=y, weights=weights)
+    match_dims(f"{sizes['T']} {sizes['X']}", ids, dtype="int32")
+    require_contiguous(y=y, ids=ids, weights=weights)
     args: Args = (address(y), address(weights), sizes["T"], sizes["X"], sizes["D"], address(out))
-    queue.launch("moe.combine", (*args, out.strides[0]), (y, weights, out))
+    args += (out.strides[0], address(ids))
+    queue.launch("moe.combine", args, (y, ids, weights, out))

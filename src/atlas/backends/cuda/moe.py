@@ -39,6 +39,7 @@ def moe_route(
     num_groups: int = 1,
     top_groups: int = 1,
     shared: DeviceArray | None = None,
+    slots: DeviceArray | None = None,
     *,
     ids: DeviceArray,
     weights: DeviceArray,
@@ -58,7 +59,11 @@ def moe_route(
     if shared is not None:
         match("float32", f"{sizes['T']} 1", shared)
         top_k, last = top_k - 1, (shared, shared.strides[0])
-    args: Args = (scores, 0 if bias is None else bias, last[0], 0, ids, weights)
+    if slots is not None:
+        match("int32", f"{sizes['T']}", slots)
+        _require_contiguous(slots=slots)
+    args: Args = (scores, 0 if bias is None else bias, last[0])
+    args += (0 if slots is None else slots, ids, weights)
     args += (sizes["E"], top_k, sizes["X"], int(scoring == "sigmoid"), int(normalize))
     args += (_EPSILON, scale, scores.strides[0], last[1])
     queue.launch(f"moe_route_{variant}", (sizes["T"], 1), args)

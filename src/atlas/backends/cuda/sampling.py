@@ -31,8 +31,8 @@ KERNELS = tuple(
 )
 
 ROW_WORDS = ROW.itemsize // 4
-LONG_LIST_BYTES = 64 << 20
-"""Room for rows with very many candidates; more of them than it holds take turns."""
+WORK_BYTES = 120 << 20
+"""Work areas; what is left of them is room for rows with very many candidates, which take turns."""
 
 
 def sample(
@@ -57,24 +57,21 @@ def sample(
     out : int32 [L]
         Greedy ids, −1 in a row that is not finite.
     """
-    sizes = match("float32", "L C", logits)
-    match("int32", f"{sizes['L']}", out)
-    count, vocab = match("int32", f"S {ROW_WORDS}", rows)["S"], sizes["C"]
+    num_logits, vocab = match("float32", "L C", logits).values()
+    match("int32", f"{num_logits}", out)
+    count = match("int32", f"S {ROW_WORDS}", rows)["S"]
     num_edits = match("int32", "E 4", edits)["E"]
-    long_lists = max(1, min(count, LONG_LIST_BYTES // (8 * vocab)))
-    own = {
-        "long_lists": 8 * long_lists * vocab,
-        "saved": 4 * (num_edits + count),
-        "left_over": 4 * count,
-    }
-    at = _areas(queue, count, vocab, own)
+    sizes = _work_areas(count, vocab) | {"saved": 4 * (num_edits + count), "left_over": 4 * count}
+    room = WORK_BYTES - sum(map(aligned, sizes.values()))
+    long_lists = max(1, min(count, room // (16 * vocab)))
+    at = _places(queue, sizes | {"long_lists": 16 * long_lists * vocab})
     edited = (rows, edits, token_ids, logits, at["saved"])
-    parts, stride = _weigh(queue, at, rows, edits, logits, edited, count)
+    extents, stride = _weigh(queue, at, rows, edits, logits, edited, count)
     for grid, room in ((count, 0), (long_lists, at["long_lists"])):
         args: tuple[int | DeviceArray, ...]
-        args = (rows, edits, logits, at["keys"], at["lows"], at["counts"], at["taken"])
-        args = (*args, at["lanes"], at["lists"], room, at["saved"], at["extra"], at["left_over"])
-        queue.launch("sampling_choose", (grid, 1), (*args, out, count, vocab, parts, stride))
+        args = (rows, edits, logits, at["keys"], at["lows"], at["taken"], at["lanes"])
+        args = (*args, at["lists"], room, at["saved"], at["extra"], at["left_over"], out)
+        queue.launch("sampling_choose", (grid, 1), (*args, count, vocab, extents, stride))
 
 
 def score(
@@ -98,31 +95,34 @@ def score(
     count = match("int32", f"S {ROW_WORDS}", rows)["S"]
     vocab = match("float32", "L C", logits)["C"]
     match("int32", f"{count} {SCORE_WORDS}", out)
-    at = _areas(queue, count, vocab, {"saved": 4 * count})
-    # The rows have no edits; their kernel clears the work areas.
-    edited = (rows, rows, chosen, logits, at["saved"])
-    parts, stride = _weigh(queue, at, rows, rows, logits, edited, count)
+    at = _places(queue, _work_areas(count, vocab) | {"saved": 4 * count})
+    edited = (rows, rows, chosen, logits, at["saved"])  # the rows have no edits
+    extents, stride = _weigh(queue, at, rows, rows, logits, edited, count)
     args = (rows, logits, at["keys"], at["lows"], at["taken"], at["lanes"], at["lists"])
-    queue.launch("sampling_score", (count, 1), (*args, chosen, out, vocab, parts, stride))
+    queue.launch("sampling_score", (count, 1), (*args, chosen, out, vocab, extents, stride))
 
 
-def _areas(queue: Queue, count: int, vocab: int, own: Mapping[str, int]) -> dict[str, int]:
-    """Addresses of the work areas of ``count`` rows, and of those of ``own`` sizes."""
-    from atlas_kernels.sampling_rows import BINS, EXTENT_LEN, LANES, MAX_VOCABULARY, SHORT_LEN
+def _work_areas(count: int, vocab: int) -> dict[str, int]:
+    """Bytes of what every kernel of ``count`` rows needs."""
+    from atlas_kernels import sampling_rows
 
-    assert vocab <= MAX_VOCABULARY, vocab
-    parts = -(-vocab // EXTENT_LEN)
-    sizes = {
-        "keys": 8 * count * parts,
-        "lows": 4 * count * parts,
-        "counts": 4 * count * BINS,
-        "taken": 4 * count,
-        "lanes": 4 * count * LANES,
-        "lists": 8 * count * SHORT_LEN,
+    assert vocab <= sampling_rows.MAX_VOCABULARY, vocab
+    extents = sampling_rows.num_parts(vocab, sampling_rows.EXTENT_LEN)
+    parts = sampling_rows.num_parts(vocab, sampling_rows.PART_LEN)
+    return {
+        "keys": 8 * count * extents,
+        "lows": 4 * count * extents,
+        "counts": sampling_rows.PART_COUNT_BYTES * count * parts,
+        "taken": 8 * count,
+        "lanes": 4 * count * sampling_rows.LANES,
+        "lists": 16 * count * sampling_rows.SHORT_LEN,
         "extra": 4 * count,
-        **own,
     }
-    at = queue.scratch(sum(aligned(num_bytes) for num_bytes in sizes.values()))
+
+
+def _places(queue: Queue, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Addresses of work areas of these sizes."""
+    at = queue.scratch(sum(map(aligned, sizes.values())))
     places = {}
     for name, num_bytes in sizes.items():
         places[name], at = at, at + aligned(num_bytes)
@@ -139,25 +139,23 @@ def _weigh(
     count: int,
 ) -> tuple[int, int]:
     """What comes before a choice: edits, extents, bins, lane sums, candidates."""
-    from atlas_kernels.sampling_rows import COUNT_LEN, EXTENT_LEN, LANE_BLOCKS
+    from atlas_kernels.sampling_rows import EXTENT_LEN, LANE_BLOCKS, PART_LEN, num_parts
 
     vocab, stride = logits.shape[1], logits.strides[0]
-    parts = -(-vocab // EXTENT_LEN)
+    extents, parts = num_parts(vocab, EXTENT_LEN), num_parts(vocab, PART_LEN)
     keys, lows, counts, taken, lanes = (
         at[name] for name in ("keys", "lows", "counts", "taken", "lanes")
     )
-    args: tuple[int | DeviceArray, ...]
-    args = (*edited, at["extra"], counts, taken, lanes, stride)
-    queue.launch("sampling_edit", (count, 1), args)
-    args = (rows, logits, keys, lows, vocab, stride)
-    queue.launch("sampling_extent", (parts, count), args)
-    args = (rows, logits, keys, lows, counts, vocab, parts, stride)
-    queue.launch("sampling_count", (-(-vocab // COUNT_LEN), count), args)
-    args = (rows, edits, logits, keys, lows, lanes, vocab, parts, stride)
+    queue.launch("sampling_edit", (count, 1), (*edited, at["extra"], stride))
+    args: tuple[int | DeviceArray, ...] = (rows, logits, keys, lows, vocab, stride)
+    queue.launch("sampling_extent", (extents, count), args)
+    args = (rows, logits, keys, lows, counts, vocab, extents, stride)
+    queue.launch("sampling_count", (parts, count), args)
+    args = (rows, edits, logits, keys, lows, lanes, vocab, extents, stride)
     queue.launch("sampling_lanes", (LANE_BLOCKS, count), args)
-    args = (rows, logits, keys, lows, counts, taken, at["lists"], vocab, parts, stride)
+    args = (rows, logits, keys, lows, counts, taken, at["lists"], vocab, extents, stride)
     queue.launch("sampling_gather", (parts, count), args)
-    return parts, stride
+    return extents, stride
 
 
 def table_bytes(max_draws: int) -> int:

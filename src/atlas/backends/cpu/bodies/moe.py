@@ -96,11 +96,19 @@ def keep_groups(choice, num_experts, num_groups, top_groups, worth):
 
 @body("moe.route")
 def route(thread, num_threads, args):
-    """Probabilities of a row, then top_k times the greatest that is left, lowest id on ties."""
+    """Probabilities of a row, then top_k times the greatest that is left, lowest id on ties.
+
+    A row of padding has no experts.
+    """
     scores, num_rows, num_experts, top_k, normalize = args[0], args[1], args[2], args[3], args[4]
     ids, weights, scratch, use_sigmoid, bias = args[5], args[6], args[7], args[8], args[9]
-    scale, num_groups, top_groups = bits_f32(args[10]), args[11], args[12]
+    scale, num_groups, top_groups, slots = bits_f32(args[10]), args[11], args[12], args[13]
     for row in range(thread, num_rows, num_threads):
+        if slots != 0 and load_i32(slots + row * 4) < 0:
+            for j in range(top_k):
+                store_i32(ids + (row * top_k + j) * 4, -1)
+                store_f32(weights + (row * top_k + j) * 4, ZERO)
+            continue
         source = scores + row * num_experts * 4
         probabilities = scratch + row * (2 * num_experts + num_groups) * 4
         choice = probabilities + num_experts * 4
@@ -132,22 +140,29 @@ def route(thread, num_threads, args):
 
 @body("moe.group")
 def group(thread, num_threads, args):
-    """Counting sort of (row, choice) pairs by expert: starts int32 [E + 1], order int32 [T · X]."""
+    """Counting sort of (row, choice) pairs by expert: starts int32 [E + 1], order int32 [T · X].
+
+    Pairs without an expert are left out.
+    """
     ids, num_pairs, num_experts, starts, order = args[0], args[1], args[2], args[3], args[4]
     if thread != 0:
         return
     for e in range(num_experts + 1):
         store_i32(starts + e * 4, 0)
     for pair in range(num_pairs):
-        at = starts + (load_i32(ids + pair * 4) + 1) * 4
-        store_i32(at, load_i32(at) + 1)
+        expert = load_i32(ids + pair * 4)
+        if expert >= 0:
+            at = starts + (expert + 1) * 4
+            store_i32(at, load_i32(at) + 1)
     for e in range(num_experts):
         at = starts + e * 4
         store_i32(at + 4, load_i32(at + 4) + load_i32(at))
     for pair in range(num_pairs):
-        at = starts + load_i32(ids + pair * 4) * 4
-        store_i32(order + load_i32(at) * 4, pair)
-        store_i32(at, load_i32(at) + 1)
+        expert = load_i32(ids + pair * 4)
+        if expert >= 0:
+            at = starts + expert * 4
+            store_i32(order + load_i32(at) * 4, pair)
+            store_i32(at, load_i32(at) + 1)
     for e in range(num_experts, 0, -1):
         store_i32(starts + e * 4, load_i32(starts + (e - 1) * 4))
     store_i32(starts, 0)
@@ -218,7 +233,7 @@ for _name, _tiles in TILES.items():
 
 @body("moe.combine")
 def combine(thread, num_threads, args):
-    y, weights, num_rows, top_k, size, out, out_stride = (
+    y, weights, num_rows, top_k, size, out, out_stride, ids = (
         args[0],
         args[1],
         args[2],
@@ -226,6 +241,7 @@ def combine(thread, num_threads, args):
         args[4],
         args[5],
         args[6],
+        args[7],
     )
     for row in range(thread, num_rows, num_threads):
         for start in range(0, size, 16):
@@ -233,7 +249,8 @@ def combine(thread, num_threads, args):
             total = zeros()
             for j in range(top_k):
                 pair = row * top_k + j
-                value = load_first(y + (pair * size + start) * 4, count)
-                total = fma(splat(load_f32(weights + pair * 4)), value, total)
+                if load_i32(ids + pair * 4) >= 0:
+                    value = load_first(y + (pair * size + start) * 4, count)
+                    total = fma(splat(load_f32(weights + pair * 4)), value, total)
             at = out + row * out_stride + start * 4
             store_first(at, add(load_first(at, count), total), count)
