@@ -38,7 +38,7 @@ KERNELS = (
     "gated_delta_step_d128_bf16",
     "gated_delta_chunk_d128_bf16",
     *(f"gated_delta_prefill_d128_{form}" for form in FORMS),
-    "gated_rmsnorm_bf16",
+    "gated_rmsnorm_heads_bf16_d128",
     "mamba2_step_n128_bf16",
     "mamba2_chunk_n128_bf16",
     *(f"mamba2_prefill_n128_{form}" for form in FORMS),
@@ -136,7 +136,7 @@ class Delta:
         args = [self.projected.data_ptr(), self.conv_weight.data_ptr(), 0, ranges.slots.data_ptr()]
         args += [*part, self.tails[layer].data_ptr(), self.convolved.data_ptr(), self.channels]
         args += [self.stride, self.channels * 4]
-        grid = (ranges.batch * -(-self.channels // 256), -(-ranges.rows // 32))
+        grid = (ranges.batch * -(-self.channels // 512), -(-ranges.rows // 32))
         self.gpu.run("causal_conv_bf16", grid, args)
 
     def step(self, part: list[int]) -> None:
@@ -151,10 +151,10 @@ class Delta:
 
     def norm(self) -> None:
         args = [self.out.data_ptr(), self.gate.data_ptr(), self.norm_weight.data_ptr()]
-        args += [self.mixed.data_ptr(), self.value_heads, DIM, 1, self.out.stride(0) * 4]
-        args += [self.stride, 0, self.mixed.stride(0) * 2, EPS]
-        grid = (self.total, -(-self.value_heads // 4))
-        self.gpu.run("gated_rmsnorm_bf16", grid, args)
+        heads = self.total * self.value_heads
+        args += [self.mixed.data_ptr(), self.value_heads, heads, self.out.stride(0) * 4]
+        args += [self.stride, self.mixed.stride(0) * 2, EPS]
+        self.gpu.run("gated_rmsnorm_heads_bf16_d128", (-(-heads // 32), 1), args)
 
     def prepare(self) -> None:
         """Room for what the chunks leave."""

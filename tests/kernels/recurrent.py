@@ -111,7 +111,7 @@ class DeltaLayer:
         args = [self.projection.address, self.constants[0], 0, self.bench.put_ints(self.rows.slots)]
         args += [*self.rows.ranges(), self.tails.address, out.address, self.channels]
         args += [self.projection.stride, out.stride]
-        grid = (num_seqs * -(-self.channels // 256), -(-most // 32))
+        grid = (num_seqs * -(-self.channels // 512), -(-most // 32))
         self.bench.run(f"causal_conv_{self.type}", grid, args)
         return out
 
