@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from atlas_kernels import build  # noqa: E402
+from atlas_kernels.recurrence_shapes import matrix_bytes  # noqa: E402
 
 from tests.kernels.gpu import Gpu  # noqa: E402
 
@@ -160,9 +161,10 @@ class Delta:
         """Room for what the chunks leave."""
         count, keys, values = self.ranges.num_chunks, self.key_heads, self.value_heads
         half = {"device": DEVICE, "dtype": torch.bfloat16}
-        self.work = [torch.empty(count, heads, CHUNK, DIM, **half) for heads in (keys, keys)]
-        self.work += [torch.empty(count, values, CHUNK, DIM, **half) for _ in "wu"]
-        self.work += [torch.empty(count, values, CHUNK, CHUNK, **half)]
+        wide, narrow = matrix_bytes(DIM) // 2, matrix_bytes(CHUNK) // 2
+        self.work = [torch.empty(count, heads, wide, **half) for heads in (keys, keys, values)]
+        self.work += [torch.empty(count, values, CHUNK, DIM, **half)]
+        self.work += [torch.empty(count, values, narrow, **half)]
         self.work += [torch.empty(count, values, CHUNK, device=DEVICE)]
         torch.cuda.synchronize()
 
@@ -400,8 +402,10 @@ class Mamba:
     def prefill(self, form: str) -> None:
         if not hasattr(self, "work"):
             half, count = {"device": DEVICE, "dtype": torch.bfloat16}, self.ranges.num_chunks
-            keys = [torch.empty(count, self.GROUPS, CHUNK, self.SIZE, **half) for _ in "qk"]
-            heads = [torch.empty(count, self.HEADS, CHUNK, 64, **half) for _ in "up"]
+            wide, narrow = matrix_bytes(self.SIZE) // 2, matrix_bytes(CHUNK) // 2
+            keys = [torch.empty(count, self.GROUPS, wide, **half) for _ in "qk"]
+            heads = [torch.empty(count, self.HEADS, CHUNK, 64, **half)]
+            heads += [torch.empty(count, self.HEADS, narrow, **half)]
             logs = torch.empty(count, self.HEADS, CHUNK, device=DEVICE)
             self.work = [*keys, *heads, logs]
             torch.cuda.synchronize()

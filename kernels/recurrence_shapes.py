@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+CHUNK = 64
+"""Rows of a chunk of a prompt: a part of the order, so of the bits. Chunks begin at multiples of
+it."""
+
+
+def row_pitch(dim: int) -> int:
+    """Bytes from a row of bf16 of a chunk to the next, an odd multiple of 16."""
+    return 2 * dim + 16
+
+
+def matrix_bytes(dim: int) -> int:
+    """Of a chunk's rows, as they lie in global and in shared memory."""
+    return CHUNK * row_pitch(dim)
+
+
 CONV_TAPS = 4
 """Taps of the convolution's fast form; the other takes any number from 2 on."""
 CONV_THREADS = 128
