@@ -23,7 +23,7 @@ from typing import Any
 from atlas_kernels._cuda import device, f32, i64
 from atlas_kernels.chunk_pass import STRIP, STRIP_BYTES
 from atlas_kernels.chunk_rows import LOG2_E, THREADS, copy_out, put_row, running_sums
-from atlas_kernels.gated_delta_step import DIMS, NORM_EPS, TYPES
+from atlas_kernels.gated_delta_head import DIMS, NORM_EPS, TYPES
 from atlas_kernels.gates import log_decay, sigmoid
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_chunk import (

@@ -25,7 +25,7 @@ from atlas_kernels.chunk_pass import (
     THREADS,
     ChunkPass,
 )
-from atlas_kernels.gated_delta_step import DIMS
+from atlas_kernels.gated_delta_head import DIMS
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_math import fast_exp2, quotient, vector_scale
 from atlas_kernels.ptx_memory import dynamic_shared, load_b32, load_shared_f32, load_shared_f32x2

@@ -36,6 +36,9 @@ copy16 = instruction("", "r l", "cp.async.cg.shared.global.L2::128B [$0], [$1], 
 """Start copying 16 bytes to shared memory past L1: (shared address, global address)."""
 copy16_or_zero = instruction("", "r l r", "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;")
 """The same with the number of bytes to read, 16 or 0; the rest is filled with zeros."""
+copy8 = instruction("", "r l", "cp.async.ca.shared.global.L2::128B [$0], [$1], 8;")
+copy4 = instruction("", "r l", "cp.async.ca.shared.global.L2::128B [$0], [$1], 4;")
+"""8 and 4 bytes, through L1."""
 copy4_or_zero = instruction("", "r l r", "cp.async.ca.shared.global.L2::128B [$0], [$1], 4, $2;")
 """The same for 4 bytes, through L1: what is not aligned to 16."""
 copy_commit = instruction("", "", "cp.async.commit_group;")

@@ -68,6 +68,10 @@ unpack_f16 = _pure(
 unpack_bf16 = _pure("f2", "r", "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 """The two values of a word, exactly."""
 
+opaque = instruction("r", "r", "mov.b32 $0, $1;")
+"""A number as it is, unknown to the compiler: what is computed from it is computed there, not held
+in registers from before a loop."""
+
 popcount = _pure("r", "r", "popc.b32 $0, $1;")
 first_bit = _pure("r", "r", "{ .reg .b32 r; brev.b32 r, $1; clz.b32 $0, r; }")
 """Bits that are set, and the number of the lowest of them (32 for 0)."""
