@@ -53,7 +53,7 @@ def convolve(width: int) -> Any:
     "causal_conv",
     args="ptr ptr ptr ptr ptr ptr ptr ptr i32 i64 i64",
     threads=THREADS,
-    min_blocks=6,
+    min_blocks=5,
     variants={
         f"{type}{suffix}": (access(type, width),)
         for type in ("bf16", "f32")

@@ -163,25 +163,31 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
         is_first = head == key_head * group
         first_row = i64(load_b32(chunk_rows + chunk * 4))
         place = chunk * value_heads + head
+        row = warp * 16 + (lane >> 3)
+        column = (lane & 7) * 4
+        key_place = (chunk * key_heads + key_head) * wide_bytes
+        source = qkv + (first_row + row) * qkv_stride + (key_head * dim + column) * 4
+        keys = source + key_heads * (dim * 4)
+        values = source + (2 * key_heads + head - key_head) * (dim * 4)
+        q, k, v = row_of(source), row_of(keys), row_of(values)
         if warp == 0:
             rate = load_constant_f32(decay_log + head * 4)
             bias = load_constant_f32(dt_bias + head * 4)
             shift = i64(head) * item
             logs = logs_out + place * (CHUNK * 4)
             gates(base, a + shift, b + shift, first_row, rate, bias, gate_stride, logs)
-        row = warp * 16 + (lane >> 3)
-        column = (lane & 7) * 4
-        key_place = (chunk * key_heads + key_head) * wide_bytes
         for i in range(0, 16, 4):
-            source = qkv + (first_row + row + i) * qkv_stride + (key_head * dim + column) * 4
-            keys = source + key_heads * (dim * 4)
             at = (row + i) * pitch + column * 2
             shared = base + at
-            values = source + (2 * key_heads + head - key_head) * (dim * 4)
-            q, k, v = row_of(source), row_of(keys), row_of(values)  # asked for together
+            next_q, next_k, next_v = q, k, v
+            if i < 12:  # asked for while these are used
+                ahead = (i + 4) * qkv_stride
+                next_q, next_k = row_of(source + ahead), row_of(keys + ahead)
+                next_v = row_of(values + ahead)
             put(shared, q_out + key_place + at, is_first, row_factor(q) * scale, q)
             put(shared + k_at, k_out + key_place + at, is_first, row_factor(k), k)
             put(shared + v_at, q_out, False, f32(1), v)
+            q, k, v = next_q, next_k, next_v
         sync_threads()
 
         own = base + warp * 16 * pitch  # the warp's rows of q: room for what goes out

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from atlas_kernels._cuda import device, f32, i64
+from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.chunk_pass import STRIP, STRIP_BYTES
 from atlas_kernels.chunk_rows import LOG2_E, THREADS, copy_out, put_row, running_sums
 from atlas_kernels.gates import exponential
@@ -103,6 +103,21 @@ def make_mamba2_chunk(size: int, type: str) -> Any:
         store_shared_f32x2(base + logs_at + lane * 8, sums)
         store_f32x2(logs + lane * 8, sums)
 
+    @device
+    def piece(i, dim):
+        """Row and byte of a piece of 4 elements of x; past the last, that again."""
+        i = min(i, CHUNK * (dim >> 2) - 1)
+        row = quotient(i, dim >> 2)
+        return i32(row), i32((i - row * (dim >> 2)) * 16)
+
+    @device
+    def push(base, strips, row, at, v):
+        """Δ x."""
+        step = load_shared_f32(base + steps_at + row * 4)
+        words = (pack_bf16(v[0] * step, v[1] * step), pack_bf16(v[2] * step, v[3] * step))
+        target = strips + (at >> 6) * STRIP_BYTES + row * (2 * STRIP) + ((at & 63) >> 1)
+        store_b32x2(target, words)
+
     def mamba2_chunk(
         x, b, c, dt, decay_log, dt_bias, chunk_rows, num_chunks,
         q_out, k_out, u_out, p_out, logs_out, heads, groups, dim, stride, dt_stride, dt_min, dt_max,
@@ -118,31 +133,39 @@ def make_mamba2_chunk(size: int, type: str) -> Any:
         is_first = head == group * per_group
         first_row = i64(load_b32(chunk_rows + chunk * 4))
         place = chunk * heads + head
+        row = warp * 16 + (lane >> 3)
+        column = (lane & 7) * 4
+        key_place = (chunk * groups + group) * wide_bytes
+        source = (first_row + row) * stride + (group * size + column) * 4
+        reads, keys = row_of(c + source), row_of(b + source)
         if warp == 0:
             rate = load_constant_f32(decay_log + head * 4)
             bias = load_constant_f32(dt_bias + head * 4)
             logs = logs_out + place * (CHUNK * 4)
             gates(base, dt + head * item, first_row, rate, bias, dt_stride, (dt_min, dt_max), logs)
-        row = warp * 16 + (lane >> 3)
-        column = (lane & 7) * 4
-        key_place = (chunk * groups + group) * wide_bytes
         for i in range(0, 16, 4):
-            source = (first_row + row + i) * stride + (group * size + column) * 4
-            at = key_place + (row + i) * pitch + column * 2
-            shared = base + (row + i) * pitch + column * 2
-            reads, keys = row_of(c + source), row_of(b + source)
-            put(shared, q_out + at, is_first, f32(1), reads)
-            put(shared + k_at, k_out + at, is_first, f32(1), keys)
+            at = (row + i) * pitch + column * 2
+            next_reads, next_keys = reads, keys
+            if i < 12:  # asked for while these are used
+                ahead = source + (i + 4) * stride
+                next_reads, next_keys = row_of(c + ahead), row_of(b + ahead)
+            put(base + at, q_out + key_place + at, is_first, f32(1), reads)
+            put(base + at + k_at, k_out + key_place + at, is_first, f32(1), keys)
+            reads, keys = next_reads, next_keys
         sync_threads()
 
-        for i in range(thread_x(), CHUNK * (dim >> 2), THREADS):
-            r = quotient(i, dim >> 2)
-            at = (i - r * (dim >> 2)) * 4
-            v = load_f32x4(x + (first_row + r) * stride + (head * dim + at) * 4)
-            step = load_shared_f32(base + steps_at + r * 4)
-            words = (pack_bf16(v[0] * step, v[1] * step), pack_bf16(v[2] * step, v[3] * step))
-            strip = place * (dim >> 4) + (at >> 4)
-            store_b32x2(u_out + strip * STRIP_BYTES + (r * STRIP + (at & 15)) * 2, words)
+        values, strips = x + first_row * stride + head * dim * 4, u_out + place * (dim * 2 * CHUNK)
+        for i in range(thread_x(), CHUNK * (dim >> 2), 4 * THREADS):
+            r0, at0 = piece(i, dim)
+            r1, at1 = piece(i + THREADS, dim)
+            r2, at2 = piece(i + 2 * THREADS, dim)
+            r3, at3 = piece(i + 3 * THREADS, dim)
+            v0, v1 = load_f32x4(values + r0 * stride + at0), load_f32x4(values + r1 * stride + at1)
+            v2, v3 = load_f32x4(values + r2 * stride + at2), load_f32x4(values + r3 * stride + at3)
+            push(base, strips, r0, at0, v0)
+            push(base, strips, r1, at1, v1)
+            push(base, strips, r2, at2, v2)
+            push(base, strips, r3, at3, v3)
         own = base + warp * 16 * pitch
         q_row = own + (lane & 15) * pitch + (lane >> 4) * 16
         k_row = base + k_at + (lane & 7) * pitch + (lane >> 4) * (8 * pitch) + (lane & 8) * 2
