@@ -1,8 +1,9 @@
 """Recurrent layers on the first GPU: error, equality of bits, and time beside the ceilings.
 
-    python benchmarks/gpu_recurrence.py [--kernels DIR] [--json FILE]
+    python benchmarks/gpu_recurrence.py [--kernels DIR] [--json FILE] [--pairs]
 
 ``DIR`` is a folder that ``atlas_kernels.build.build_all`` wrote; without it kernels are compiled.
+``--pairs`` adds the passes by clusters of two thread blocks, which nothing but a GPU has tested.
 Needs torch with CUDA, for random inputs, ceilings and references in float64. Times are medians over
 graph replays with dependent launch, the launches of a graph going round enough layers that no state
 is found in the second-level cache. TB/s counts a state read and written.
@@ -33,6 +34,7 @@ from tests.kernels.gpu import Gpu  # noqa: E402
 DEVICE = "cuda"
 DIM, CHUNK = 128, 64
 FORMS = ("c16", "c32", "c16_s2", "c16_s1")
+PAIRS = ("c16_x2", "c32_x2")
 KERNELS = (
     "causal_conv_bf16",
     "gated_delta_mixer_step_d128_bf16",
@@ -350,7 +352,7 @@ def step_figures(gpu: Gpu) -> Iterator[Figures]:
             torch.cuda.empty_cache()
 
 
-def prefill_figures(gpu: Gpu) -> Iterator[Figures]:
+def prefill_figures(gpu: Gpu, forms: tuple[str, ...]) -> Iterator[Figures]:
     """8,192 tokens, and a short prompt."""
     for key_heads, value_heads, batch, rows in (
         (2, 8, 1, 8192), (16, 32, 1, 8192), (16, 32, 1, 128), (16, 32, 8, 1024),
@@ -362,9 +364,9 @@ def prefill_figures(gpu: Gpu) -> Iterator[Figures]:
         figures: Figures = {"case": name}
         figures["convolution"] = gpu.microseconds(lambda f=layer, p=part: f.convolve(p), 8)
         figures["chunks"] = gpu.microseconds(lambda f=layer: f.chunks(), 8)
-        for form in FORMS:
+        for form in forms:
             figures[form] = gpu.microseconds(lambda f=layer, form=form: f.sweep(form), 8)
-        form = min(FORMS, key=lambda name: figures[name])
+        form = min(forms, key=lambda name: figures[name])
         figures["norm"] = gpu.microseconds(lambda f=layer: f.norm(), 8)
 
         def both(layer: Delta = layer, form: str = form) -> None:
@@ -489,21 +491,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kernels", help="folder of compiled kernels")
     parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--pairs", action="store_true", help="clusters of two thread blocks, too")
     options = parser.parse_args()
+    pairs = PAIRS if options.pairs else ()
     gpu = Gpu()
     torch.manual_seed(0)
     if options.kernels:
         built = build.read_folder(options.kernels)
     else:
-        built = build.load_all(KERNELS, gpu.arch, jobs=8)
+        names = [*KERNELS, *(f"gated_delta_prefill_d128_{form}" for form in pairs)]
+        built = build.load_all(names, gpu.arch, jobs=8)
     for kernel in built.values():
         gpu.add(kernel)
     sources: list[Iterator[Figures]] = [
         (check() for check in (ceilings, lambda: check_step(gpu))),
         (check_prefill(gpu, 2, 8, "c16") for _ in "1"),
         (check_prefill(gpu, 16, 32, "c32") for _ in "1"),
+        (check_prefill(gpu, 16, 32, form) for form in pairs),
         step_figures(gpu),
-        prefill_figures(gpu),
+        prefill_figures(gpu, (*FORMS, *pairs)),
         mamba_figures(gpu),
     ]
     everything = []

@@ -16,14 +16,20 @@ from typing import Any
 
 from atlas_kernels._cuda import device, i32
 from atlas_kernels.ptx_async import (
+    barrier_arrive,
+    barrier_arrive_cluster,
     barrier_expect,
     barrier_init,
     barrier_init_fence,
     barrier_wait,
     bulk_load,
+    bulk_load_pair,
+    cluster_rank,
     copy16_or_zero,
     copy_commit,
     copy_wait,
+    map_rank,
+    sync_cluster,
 )
 from atlas_kernels.ptx_pass import WORD_BYTES
 from atlas_kernels.ptx_warp import sync_threads, thread_x
@@ -35,6 +41,8 @@ THREADS = 288
 BULK_PASSES = {"c16": (16, 3), "c32": (32, 3)}
 """Columns of a thread block and stages, for the shared memory of Hopper: whichever fills the GPU.
 """
+PAIR_PASSES = {f"{form}_x2": sizes for form, sizes in BULK_PASSES.items()}
+"""The same by clusters of two thread blocks, which read what all columns need once."""
 PASSES = {"c16_s2": (16, 2), "c16_s1": (16, 1)}
 """The same by ``cp.async``: two stages fit 160 KB, one 99 KB."""
 STRIP = 16
@@ -59,10 +67,14 @@ class ChunkPass:
         Matrices of CHUNK rows of K that a stage holds: q and k, and W of the gated delta rule.
     bulk : bool
         Copies by TMA's engine, which sm_90 and newer have.
+    paired : bool
+        Each of two thread blocks copies half of what both need to both.
     """
 
-    def __init__(self, key_dim: int, columns: int, stages: int, wide: int, bulk: bool) -> None:
-        self.key_dim, self.stages, self.bulk = key_dim, stages, bulk
+    def __init__(
+        self, key_dim: int, columns: int, stages: int, wide: int, bulk: bool, paired: bool = False
+    ) -> None:
+        self.key_dim, self.stages, self.bulk, self.paired = key_dim, stages, bulk, paired
         self.wide_bytes, self.p_bytes = matrix_bytes(key_dim), matrix_bytes(CHUNK)
         self.q, self.k, self.w = (i * self.wide_bytes for i in range(3))
         self.p = wide * self.wide_bytes
@@ -75,24 +87,52 @@ class ChunkPass:
         self.new = self.state + self.tiles * (key_dim // 16) * WORD_BYTES
         self.last = self.new + self.tiles * (CHUNK // 16) * WORD_BYTES
         self.barriers = self.last + self.tiles * (CHUNK // 16) * WORD_BYTES
-        self.shared_bytes = self.barriers + 8 * stages
+        self.released = self.barriers + 8 * stages
+        self.shared_bytes = self.released + 8
         self.pairs = key_dim // 64  # of 16 keys of the state, for each warp
 
     def prepare(self) -> Any:
         """(base): barriers for the copies."""
         if not self.bulk:
             return device(lambda base: None)
-        barriers, stages = self.barriers, self.stages
+        barriers, stages, released, paired = self.barriers, self.stages, self.released, self.paired
 
         @device
         def prepare(base):
             if thread_x() == _COPIER:
                 for i in range(stages):
                     barrier_init(base + barriers + 8 * i, 1)
+                barrier_init(base + released, 2)
                 barrier_init_fence()
-            sync_threads()
+            if paired:
+                sync_cluster()
+            else:
+                sync_threads()
 
         return prepare
+
+    def release(self) -> Any:
+        """(base): tell both thread blocks that this one reads a stage no more."""
+        released = self.released
+
+        @device
+        def release(base):
+            if thread_x() == _COPIER:
+                barrier_arrive(base + released)
+                barrier_arrive_cluster(map_rank(base + released, cluster_rank() ^ 1))
+
+        return release
+
+    def wait_release(self) -> Any:
+        """(base, parity): wait until both have told so."""
+        released = self.released
+
+        @device
+        def wait_release(base, parity):
+            if thread_x() == _COPIER:
+                barrier_wait(base + released, parity)
+
+        return wait_release
 
     def fetch(self) -> Any:
         """(base, stage, present, sources, key_place, place, strip): ask for a chunk.
@@ -135,6 +175,20 @@ class ChunkPass:
             copy(at + w_at, sources[5] + place * wide, barrier, wide)
             rest(at, barrier, sources, key_place, place, strip)
 
+        @device
+        def share(at, barrier, sources, key_place, place, strip):
+            """Half of what both need, and what this one needs alone."""
+            if cluster_rank() == 0:
+                bulk_load_pair(at, sources[0] + key_place * wide, barrier, wide)
+                bulk_load_pair(at + k_at, sources[1] + key_place * wide, barrier, wide)
+            else:
+                bulk_load_pair(at + w_at, sources[5] + place * wide, barrier, wide)
+                bulk_load_pair(at + p_at, sources[2] + place * p_bytes, barrier, p_bytes)
+            copy(at + u_at, sources[3] + strip * STRIP_BYTES, barrier, u_bytes)
+            copy(at + logs_at, sources[4] + place * LOG_BYTES, barrier, LOG_BYTES)
+
+        if self.paired:
+            return share
         return everything if has_w else rest
 
     def _copy(self) -> Any:

@@ -18,6 +18,7 @@ from atlas_kernels._cuda import i32, i64
 from atlas_kernels.chunk_pass import (
     BULK_PASSES,
     CARRY,
+    PAIR_PASSES,
     PASSES,
     READ,
     STRIP,
@@ -26,7 +27,7 @@ from atlas_kernels.chunk_pass import (
     ChunkPass,
 )
 from atlas_kernels.gated_delta_head import DIMS
-from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
+from atlas_kernels.ptx_async import launch_dependents, sync_cluster, wait_prerequisites
 from atlas_kernels.ptx_math import fast_exp2, quotient, vector_scale
 from atlas_kernels.ptx_memory import dynamic_shared, load_b32, load_shared_f32, load_shared_f32x2
 from atlas_kernels.ptx_pass import (
@@ -45,13 +46,19 @@ from atlas_kernels.recurrence_shapes import CHUNK, row_pitch
 from atlas_kernels.registry import kernel
 
 
-def layout(dim: int, columns: int, stages: int, bulk: bool) -> ChunkPass:
+def layout(dim: int, columns: int, stages: int, bulk: bool, paired: bool) -> ChunkPass:
     """A stage holds q, k and W."""
-    return ChunkPass(dim, columns, stages, 3, bulk)
+    return ChunkPass(dim, columns, stages, 3, bulk, paired)
 
 
-def _variants(passes: dict[str, tuple[int, int]], bulk: bool) -> dict[str, tuple[int, ...]]:
-    return {f"{name}_{form}": (DIMS[name], *passes[form], bulk) for name in DIMS for form in passes}
+def _variants(
+    passes: dict[str, tuple[int, int]], bulk: bool, paired: bool = False
+) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{name}_{form}": (DIMS[name], *passes[form], bulk, paired)
+        for name in DIMS
+        for form in passes
+    }
 
 
 _SETTINGS: dict[str, Any] = {
@@ -61,9 +68,16 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
+@kernel(
+    "gated_delta_prefill",
+    **_SETTINGS,
+    cluster=2,
+    arch="sm_90",
+    variants=_variants(PAIR_PASSES, True, True),
+)
 @kernel("gated_delta_prefill", **_SETTINGS, arch="sm_90", variants=_variants(BULK_PASSES, True))
 @kernel("gated_delta_prefill", **_SETTINGS, variants=_variants(PASSES, False))
-def make_gated_delta_prefill(dim: int, columns: int, stages: int, bulk: bool) -> Any:
+def make_gated_delta_prefill(dim: int, columns: int, stages: int, bulk: bool, paired: bool) -> Any:
     """Grid (N · HV · V / columns), K = V = ``dim``.
 
     ``q`` … ``logs`` as ``gated_delta_chunk`` wrote them, ``chunk_rows`` int32 [chunks];
@@ -71,11 +85,12 @@ def make_gated_delta_prefill(dim: int, columns: int, stages: int, bulk: bool) ->
     − 1; its state is at ``slots[n]`` of ``states`` float32 [S, HV, K, V], updated. ``out`` [T, HV,
     V] float32, ``out_stride`` in bytes.
     """
-    at, lookahead = layout(dim, columns, stages, bulk), stages - 1
+    at, lookahead = layout(dim, columns, stages, bulk, paired), stages - 1
     stage, tiles, pairs = at.stage, at.tiles, at.pairs
     k_at, w_at, p_at, u_at, logs_at = at.k, at.w, at.p, at.u, at.logs
     state_at, new_at, last_at = at.state, at.new, at.last
     prepare, fetch, arrived = at.prepare(), at.fetch(), at.arrived()
+    release, wait_release = at.release(), at.wait_release()
     pitch, p_pitch, state_words, new_words = (
         row_pitch(dim),
         row_pitch(CHUNK),
@@ -132,7 +147,7 @@ def make_gated_delta_prefill(dim: int, columns: int, stages: int, bulk: bool) ->
         k_row = k_at + (lane & 15) * pitch + (lane >> 4) * 16 + warp * (32 * pairs)
         row = warp * 16 + (lane & 3) * 2
         target = out + (head * dim + column + (lane >> 2)) * 4
-        number, parity = i32(0), i32(0)
+        number, parity, turn = i32(0), i32(0), i32(0)
         while chunk < end:
             if lookahead > 0:
                 arrived(base, number, parity)
@@ -141,7 +156,10 @@ def make_gated_delta_prefill(dim: int, columns: int, stages: int, bulk: bool) ->
             free = i32(number - 1 if number > 0 else lookahead)
             place = i64(ahead) * value_heads + head
             key_place = i64(ahead) * key_heads + key_head
-            fetch(base, free, ahead < end, sources, key_place, place, place * strips + strip)
+            if paired:
+                release(base)
+            else:
+                fetch(base, free, ahead < end, sources, key_place, place, place * strips + strip)
             if lookahead == 0:
                 arrived(base, number, parity)
                 sync_threads()
@@ -167,10 +185,16 @@ def make_gated_delta_prefill(dim: int, columns: int, stages: int, bulk: bool) ->
             elif role == READ:
                 sums = weigh(sums, own + new_at, here + p_row)
                 store_out(target + first_row * out_stride, out_stride, sums)
+            elif paired:
+                wait_release(base, turn & 1)
+                fetch(base, free, ahead < end, sources, key_place, place, place * strips + strip)
+            turn = i32(turn + 1)
             chunk = i32(chunk + 1)
             wraps = number == lookahead
             number, parity = i32(0 if wraps else number + 1), i32(parity ^ 1 if wraps else parity)
         if role == CARRY:
             store_state(state_place, line, state)
+        if paired:
+            sync_cluster()  # the other may still write here
 
     return gated_delta_prefill

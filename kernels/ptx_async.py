@@ -119,6 +119,13 @@ bulk_load = instruction(
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $3, [$2];",
 )
 """Start loading contiguous bytes: (shared, global, barrier, bytes), all multiples of 16."""
+bulk_load_pair = instruction(
+    "",
+    "r l r r",
+    "{ .reg .b16 both; mov.b16 both, 3; cp.async.bulk.shared::cluster.global.mbarrier"
+    "::complete_tx::bytes.multicast::cluster [$0], [$1], $3, [$2], both; }",
+)
+"""The same to both thread blocks of a cluster of two: to the same place, at the same barrier."""
 tile_store_commit = instruction("", "", "cp.async.bulk.commit_group;")
 tile_store_wait_read = instruction("", "", "cp.async.bulk.wait_group.read 0;")
 tile_store_wait = instruction("", "", "cp.async.bulk.wait_group 0;")
