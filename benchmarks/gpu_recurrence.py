@@ -1,8 +1,9 @@
 """Recurrent layers on the first GPU: error, equality of bits, and time beside the ceilings.
 
-    python benchmarks/gpu_recurrence.py [--kernels DIR] [--json FILE]
+    python benchmarks/gpu_recurrence.py [--kernels DIR] [--json FILE] [--pairs]
 
 ``DIR`` is a folder that ``atlas_kernels.build.build_all`` wrote; without it kernels are compiled.
+``--pairs`` adds the passes by clusters of two thread blocks, which nothing but a GPU has tested.
 Needs torch with CUDA, for random inputs, ceilings and references in float64. Times are medians over
 graph replays with dependent launch, the launches of a graph going round enough layers that no state
 is found in the second-level cache. TB/s counts a state read and written.
@@ -26,19 +27,22 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from atlas_kernels import build  # noqa: E402
+from atlas_kernels.recurrence_shapes import matrix_bytes  # noqa: E402
 
 from tests.kernels.gpu import Gpu  # noqa: E402
 
 DEVICE = "cuda"
 DIM, CHUNK = 128, 64
 FORMS = ("c16", "c32", "c16_s2", "c16_s1")
+PAIRS = ("c16_x2", "c32_x2")
 KERNELS = (
     "causal_conv_bf16",
     "gated_delta_mixer_step_d128_bf16",
+    "gated_delta_mixer_step_d128_bf16_ahead",
     "gated_delta_step_d128_bf16",
     "gated_delta_chunk_d128_bf16",
     *(f"gated_delta_prefill_d128_{form}" for form in FORMS),
-    "gated_rmsnorm_bf16",
+    "gated_rmsnorm_heads_bf16_d128",
     "mamba2_step_n128_bf16",
     "mamba2_chunk_n128_bf16",
     *(f"mamba2_prefill_n128_{form}" for form in FORMS),
@@ -117,7 +121,9 @@ class Delta:
     def gates(self) -> list[int]:
         return [self.a.data_ptr(), self.b.data_ptr()]
 
-    def mix(self, part: list[int], write: bool = True, layer: int | None = None) -> None:
+    def mix(
+        self, part: list[int], write: bool = True, layer: int | None = None, form: str = ""
+    ) -> None:
         """The fused step of one layer."""
         layer = next(self.turn) if layer is None else layer
         ranges, targets = self.ranges, self.ranges.slots if write else self.ranges.nowhere
@@ -129,14 +135,14 @@ class Delta:
         args += [self.key_heads, self.value_heads, *[self.stride] * 3]
         args += [self.mixed.stride(0) * 2, EPS]
         grid = (ranges.batch * self.value_heads, 1)
-        self.gpu.run("gated_delta_mixer_step_d128_bf16", grid, args)
+        self.gpu.run(f"gated_delta_mixer_step_d128_bf16{form}", grid, args)
 
     def convolve(self, part: list[int]) -> None:
         layer, ranges = next(self.turn), self.ranges
         args = [self.projected.data_ptr(), self.conv_weight.data_ptr(), 0, ranges.slots.data_ptr()]
         args += [*part, self.tails[layer].data_ptr(), self.convolved.data_ptr(), self.channels]
         args += [self.stride, self.channels * 4]
-        grid = (ranges.batch * -(-self.channels // 256), -(-ranges.rows // 32))
+        grid = (ranges.batch * -(-self.channels // 512), -(-ranges.rows // 32))
         self.gpu.run("causal_conv_bf16", grid, args)
 
     def step(self, part: list[int]) -> None:
@@ -151,18 +157,19 @@ class Delta:
 
     def norm(self) -> None:
         args = [self.out.data_ptr(), self.gate.data_ptr(), self.norm_weight.data_ptr()]
-        args += [self.mixed.data_ptr(), self.value_heads, DIM, 1, self.out.stride(0) * 4]
-        args += [self.stride, 0, self.mixed.stride(0) * 2, EPS]
-        grid = (self.total, -(-self.value_heads // 4))
-        self.gpu.run("gated_rmsnorm_bf16", grid, args)
+        heads = self.total * self.value_heads
+        args += [self.mixed.data_ptr(), self.value_heads, heads, self.out.stride(0) * 4]
+        args += [self.stride, self.mixed.stride(0) * 2, EPS]
+        self.gpu.run("gated_rmsnorm_heads_bf16_d128", (-(-heads // 32), 1), args)
 
     def prepare(self) -> None:
         """Room for what the chunks leave."""
         count, keys, values = self.ranges.num_chunks, self.key_heads, self.value_heads
         half = {"device": DEVICE, "dtype": torch.bfloat16}
-        self.work = [torch.empty(count, heads, CHUNK, DIM, **half) for heads in (keys, keys)]
-        self.work += [torch.empty(count, values, CHUNK, DIM, **half) for _ in "wu"]
-        self.work += [torch.empty(count, values, CHUNK, CHUNK, **half)]
+        wide, narrow = matrix_bytes(DIM) // 2, matrix_bytes(CHUNK) // 2
+        self.work = [torch.empty(count, heads, wide, **half) for heads in (keys, keys, values)]
+        self.work += [torch.empty(count, values, CHUNK, DIM, **half)]
+        self.work += [torch.empty(count, values, narrow, **half)]
         self.work += [torch.empty(count, values, CHUNK, device=DEVICE)]
         torch.cuda.synchronize()
 
@@ -274,6 +281,11 @@ def check_step(gpu: Gpu) -> Figures:
     layer.mix(everything, write=False)
     gpu.stream.sync()
     equal &= torch.equal(layer.mixed, together) and torch.equal(layer.states, states)
+    again()
+    layer.mix(everything, form="_ahead")
+    gpu.stream.sync()
+    equal &= torch.equal(layer.mixed, together) and torch.equal(layer.states, left[0])
+    again()
     layer.convolve(everything)
     layer.step(everything)
     gpu.stream.sync()
@@ -325,6 +337,9 @@ def step_figures(gpu: Gpu) -> Iterator[Figures]:
             figures["us, no state written"] = gpu.microseconds(
                 lambda layer=layer, part=part: layer.mix(part, write=False), count
             )
+            figures["us, ahead"] = gpu.microseconds(
+                lambda layer=layer, part=part: layer.mix(part, form="_ahead"), count
+            )
             if rows == 1:
                 figures["us, recurrence alone"] = gpu.microseconds(
                     lambda layer=layer, part=part: layer.step(part), count
@@ -337,7 +352,7 @@ def step_figures(gpu: Gpu) -> Iterator[Figures]:
             torch.cuda.empty_cache()
 
 
-def prefill_figures(gpu: Gpu) -> Iterator[Figures]:
+def prefill_figures(gpu: Gpu, forms: tuple[str, ...]) -> Iterator[Figures]:
     """8,192 tokens, and a short prompt."""
     for key_heads, value_heads, batch, rows in (
         (2, 8, 1, 8192), (16, 32, 1, 8192), (16, 32, 1, 128), (16, 32, 8, 1024),
@@ -349,9 +364,9 @@ def prefill_figures(gpu: Gpu) -> Iterator[Figures]:
         figures: Figures = {"case": name}
         figures["convolution"] = gpu.microseconds(lambda f=layer, p=part: f.convolve(p), 8)
         figures["chunks"] = gpu.microseconds(lambda f=layer: f.chunks(), 8)
-        for form in FORMS:
+        for form in forms:
             figures[form] = gpu.microseconds(lambda f=layer, form=form: f.sweep(form), 8)
-        form = min(FORMS, key=lambda name: figures[name])
+        form = min(forms, key=lambda name: figures[name])
         figures["norm"] = gpu.microseconds(lambda f=layer: f.norm(), 8)
 
         def both(layer: Delta = layer, form: str = form) -> None:
@@ -400,8 +415,10 @@ class Mamba:
     def prefill(self, form: str) -> None:
         if not hasattr(self, "work"):
             half, count = {"device": DEVICE, "dtype": torch.bfloat16}, self.ranges.num_chunks
-            keys = [torch.empty(count, self.GROUPS, CHUNK, self.SIZE, **half) for _ in "qk"]
-            heads = [torch.empty(count, self.HEADS, CHUNK, 64, **half) for _ in "up"]
+            wide, narrow = matrix_bytes(self.SIZE) // 2, matrix_bytes(CHUNK) // 2
+            keys = [torch.empty(count, self.GROUPS, wide, **half) for _ in "qk"]
+            heads = [torch.empty(count, self.HEADS, CHUNK, 64, **half)]
+            heads += [torch.empty(count, self.HEADS, narrow, **half)]
             logs = torch.empty(count, self.HEADS, CHUNK, device=DEVICE)
             self.work = [*keys, *heads, logs]
             torch.cuda.synchronize()
@@ -474,21 +491,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kernels", help="folder of compiled kernels")
     parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--pairs", action="store_true", help="clusters of two thread blocks, too")
     options = parser.parse_args()
+    pairs = PAIRS if options.pairs else ()
     gpu = Gpu()
     torch.manual_seed(0)
     if options.kernels:
         built = build.read_folder(options.kernels)
     else:
-        built = build.load_all(KERNELS, gpu.arch, jobs=8)
+        names = [*KERNELS, *(f"gated_delta_prefill_d128_{form}" for form in pairs)]
+        built = build.load_all(names, gpu.arch, jobs=8)
     for kernel in built.values():
         gpu.add(kernel)
     sources: list[Iterator[Figures]] = [
         (check() for check in (ceilings, lambda: check_step(gpu))),
         (check_prefill(gpu, 2, 8, "c16") for _ in "1"),
         (check_prefill(gpu, 16, 32, "c32") for _ in "1"),
+        (check_prefill(gpu, 16, 32, form) for form in pairs),
         step_figures(gpu),
-        prefill_figures(gpu),
+        prefill_figures(gpu, (*FORMS, *pairs)),
         mamba_figures(gpu),
     ]
     everything = []

@@ -48,17 +48,23 @@ def put_row(dim: int) -> Any:
     return put
 
 
-def copy_out(row_bytes: int, pitch: int) -> Any:
-    """(target, source): a warp's 16 rows from shared memory, 16 bytes a lane."""
-    per_row = row_bytes // 16
+def copy_out(row_bytes: int, pitch: int, target_pitch: int, strip: int = 0) -> Any:
+    """(target, source): a warp's 16 rows from shared memory, 16 bytes a lane.
+
+    With ``strip``, each row is cut into pieces of ``target_pitch`` bytes that lie ``strip`` apart.
+    """
+    per_row, width = row_bytes // 16, target_pitch // 16 if strip else row_bytes // 16
 
     @device
     def copy(target, source):
         sync_warp()
         for i in range(lane_id(), 16 * per_row, 32):
             row = quotient(i, per_row)
-            data = load_shared_b32x4(source + row * pitch + (i - row * per_row) * 16)
-            store_b32x4(target + i * 16, data)
+            column = i - row * per_row
+            piece = quotient(column, width)
+            data = load_shared_b32x4(source + row * pitch + column * 16)
+            at = row * target_pitch + piece * strip + (column - piece * width) * 16
+            store_b32x4(target + at, data)
         sync_warp()
 
     return copy

@@ -1,7 +1,8 @@
 """Causal depthwise convolution over the rows of a sequence, with its last inputs carried along.
 
-A thread takes a vector of neighbouring channels through ``TILE`` rows of a sequence. The tile that
-begins a sequence's rows reads the tail, and writes it anew when it is done: no other tile needs it.
+A thread takes a vector of neighbouring channels through ``TILE`` rows of a sequence, its taps in
+registers, four rows asked for while the four before them are used. The tile that begins a
+sequence's rows reads the tail, and writes it anew when it is done: no other tile needs it.
 Order of an output: bias, then taps ascending by fused multiply-add, then silu. Inputs are kept as
 they came; sums and outputs are float32.
 
@@ -15,32 +16,28 @@ from typing import Any
 from atlas_kernels._cuda import device, i32, i64
 from atlas_kernels.gates import silu
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
-from atlas_kernels.ptx_math import fma, quotient
+from atlas_kernels.ptx_math import quotient, vector_fma
 from atlas_kernels.ptx_memory import load_b32
 from atlas_kernels.ptx_warp import block_x, block_y, thread_x
 from atlas_kernels.recurrence_shapes import CONV_THREADS as THREADS
 from atlas_kernels.recurrence_shapes import CONV_TILE as TILE
+from atlas_kernels.recurrence_shapes import CONV_WIDTH as WIDTH
 from atlas_kernels.registry import kernel
 from atlas_kernels.vector import Access, access
 
 
-def fma_pairs(width: int) -> Any:
-    """(x, w, total) → x · w + total, elementwise on tuples of 1 or 2 numbers."""
-    if width == 1:
-        return device(lambda x, w, total: (fma(x[0], w[0], total[0]),))
-    return device(lambda x, w, total: (fma(x[0], w[0], total[0]), fma(x[1], w[1], total[1])))
-
-
-def silu_pairs(width: int) -> Any:
-    """(x) → silu(x), elementwise on tuples of 1 or 2 numbers."""
+def silu_of(width: int) -> Any:
+    """(x) → silu(x), elementwise on tuples of 1, 2 or 4 numbers."""
     if width == 1:
         return device(lambda x: (silu(x[0]),))
-    return device(lambda x: (silu(x[0]), silu(x[1])))
+    if width == 2:
+        return device(lambda x: (silu(x[0]), silu(x[1])))
+    return device(lambda x: (silu(x[0]), silu(x[1]), silu(x[2]), silu(x[3])))
 
 
 def convolve(width: int) -> Any:
     """(a, b, c, x, taps, bias) → silu of four inputs' weighted sum, the oldest first."""
-    multiply, activate = fma_pairs(width), silu_pairs(width)
+    multiply, activate = vector_fma(width), silu_of(width)
 
     @device
     def apply(a, b, c, x, w, total):
@@ -56,10 +53,11 @@ def convolve(width: int) -> Any:
     "causal_conv",
     args="ptr ptr ptr ptr ptr ptr ptr ptr i32 i64 i64",
     threads=THREADS,
+    min_blocks=5,
     variants={
         f"{type}{suffix}": (access(type, width),)
         for type in ("bf16", "f32")
-        for suffix, width in (("", 2), ("_scalar", 1))
+        for suffix, width in (("", WIDTH), ("_scalar", 1))
     },
 )
 def make_causal_conv(rows: Access) -> Any:
@@ -73,6 +71,13 @@ def make_causal_conv(rows: Access) -> Any:
     floats = access("f32", width)
     constant, load_tail, put = floats.load_constant, floats.load, floats.store
     convolution = convolve(width)
+
+    @device
+    def four_rows(source, row, last, stride):
+        """Rows from ``row`` on; after the last, that again."""
+        a, b = load(source + min(row, last) * stride), load(source + min(row + 1, last) * stride)
+        c = load(source + min(row + 2, last) * stride)
+        return a, b, c, load(source + min(row + 3, last) * stride)
 
     def causal_conv(
         x, weight, bias, slots, begins, ends, tails, out, channels, x_stride, out_stride
@@ -105,10 +110,9 @@ def make_causal_conv(rows: Access) -> Any:
         last = i32(min(first + TILE, end) - 1)
         target = out + i64(channel) * 4
         row = i32(first)
-        while row <= last:  # four rows are asked for before the first is used
-            x0, x1 = load(source + row * x_stride), load(source + min(row + 1, last) * x_stride)
-            x2 = load(source + min(row + 2, last) * x_stride)
-            x3 = load(source + min(row + 3, last) * x_stride)
+        x0, x1, x2, x3 = four_rows(source, row, last, x_stride)
+        while row <= last:
+            y0, y1, y2, y3 = four_rows(source, row + 4, last, x_stride)
             put(target + row * out_stride, convolution(a, b, c, x0, w, start))
             if row + 1 <= last:
                 put(target + (row + 1) * out_stride, convolution(b, c, x0, x1, w, start))
@@ -117,6 +121,7 @@ def make_causal_conv(rows: Access) -> Any:
             if row + 3 <= last:
                 put(target + (row + 3) * out_stride, convolution(x0, x1, x2, x3, w, start))
             a, b, c = x1, x2, x3
+            x0, x1, x2, x3 = y0, y1, y2, y3
             row = i32(row + 4)
         if first == begin:
             t0, t1, t2 = load_tail(tail), load_tail(tail + line), load_tail(tail + 2 * line)
@@ -144,7 +149,7 @@ def make_causal_conv_any(rows: Access) -> Any:
     load, item, zero = rows.load, rows.item_bytes, rows.zero
     floats = access("f32", 1)
     constant, load_tail, put = floats.load_constant, floats.load, floats.store
-    multiply, activate = fma_pairs(1), silu_pairs(1)
+    multiply, activate = vector_fma(1), silu_of(1)
 
     def causal_conv_any(
         x, weight, bias, slots, begins, ends, tails, out, channels, taps, x_stride, out_stride

@@ -21,13 +21,12 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, f32, i64
-from atlas_kernels.chunk_pass import row_pitch
+from atlas_kernels.chunk_pass import STRIP, STRIP_BYTES
 from atlas_kernels.chunk_rows import LOG2_E, THREADS, copy_out, put_row, running_sums
-from atlas_kernels.gated_delta_step import DIMS, NORM_EPS, TYPES
+from atlas_kernels.gated_delta_head import DIMS, NORM_EPS, TYPES
 from atlas_kernels.gates import log_decay, sigmoid
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_chunk import (
-    CHUNK,
     decay_pairs,
     invert_column,
     scaled_words,
@@ -56,6 +55,7 @@ from atlas_kernels.ptx_warp import (
     sync_warp,
     thread_x,
 )
+from atlas_kernels.recurrence_shapes import CHUNK, matrix_bytes, row_pitch
 from atlas_kernels.registry import kernel
 from atlas_kernels.vector import access
 
@@ -83,8 +83,9 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
     ``qkv`` [T, 2·HK·K + HV·V] float32 after the convolution, ``a`` and ``b`` [T, HV] of the
     variant's type; ``chunk_rows`` int32 [chunks]: a chunk's first row; ``num_chunks``
     int32: how many there are, at most those of the grid. Written: ``q``, ``k`` bf16
-    [chunks, HK, 64, K], ``w``, ``u`` bf16 [chunks, HV, 64, K], ``p`` bf16 [chunks, HV, 64, 64],
-    ``logs`` float32 [chunks, HV, 64] (G). Strides in bytes.
+    [chunks, HK, 64, K], ``w`` bf16 [chunks, HV, 64, K], ``p`` bf16 [chunks, HV, 64, 64], all of
+    these with ``row_pitch`` from row to row; ``u`` bf16 [chunks, HV, V / 16, 64, 16] and ``logs``
+    float32 [chunks, HV, 64] (G). Strides in bytes.
     """
     pitch = row_pitch(dim)
     k_at, v_at = CHUNK * pitch, 2 * CHUNK * pitch
@@ -100,7 +101,10 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
     invert, put_column = invert_column(HALF, MATRIX_PITCH), store_column(HALF, MATRIX_PITCH)
     words, no_values = scaled_words(MATRIX_PITCH), tile_fill(dim // 2, 0.0)
     row_of, add_squares = global_row(dim), vector_add_squares(dim // 8)
-    put, copy_p, copy_rows = put_row(dim), copy_out(2 * CHUNK, pitch), copy_out(2 * dim, pitch)
+    put, p_pitch = put_row(dim), row_pitch(CHUNK)
+    copy_p, copy_w = copy_out(2 * CHUNK, pitch, p_pitch), copy_out(2 * dim, pitch, pitch)
+    copy_u = copy_out(2 * dim, pitch, 2 * STRIP, STRIP_BYTES)
+    wide_bytes, p_bytes = matrix_bytes(dim), matrix_bytes(CHUNK)
     scale = f32(dim**-0.5)
 
     @device
@@ -159,25 +163,31 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
         is_first = head == key_head * group
         first_row = i64(load_b32(chunk_rows + chunk * 4))
         place = chunk * value_heads + head
+        row = warp * 16 + (lane >> 3)
+        column = (lane & 7) * 4
+        key_place = (chunk * key_heads + key_head) * wide_bytes
+        source = qkv + (first_row + row) * qkv_stride + (key_head * dim + column) * 4
+        keys = source + key_heads * (dim * 4)
+        values = source + (2 * key_heads + head - key_head) * (dim * 4)
+        q, k, v = row_of(source), row_of(keys), row_of(values)
         if warp == 0:
             rate = load_constant_f32(decay_log + head * 4)
             bias = load_constant_f32(dt_bias + head * 4)
             shift = i64(head) * item
             logs = logs_out + place * (CHUNK * 4)
             gates(base, a + shift, b + shift, first_row, rate, bias, gate_stride, logs)
-        row = warp * 16 + (lane >> 3)
-        column = (lane & 7) * 4
-        key_place = (chunk * key_heads + key_head) * (CHUNK * dim * 2)
         for i in range(0, 16, 4):
-            source = qkv + (first_row + row + i) * qkv_stride + (key_head * dim + column) * 4
-            keys = source + key_heads * (dim * 4)
-            at = (row + i) * (dim * 2) + column * 2
-            shared = base + (row + i) * pitch + column * 2
-            values = source + (2 * key_heads + head - key_head) * (dim * 4)
-            q, k, v = row_of(source), row_of(keys), row_of(values)  # asked for together
+            at = (row + i) * pitch + column * 2
+            shared = base + at
+            next_q, next_k, next_v = q, k, v
+            if i < 12:  # asked for while these are used
+                ahead = (i + 4) * qkv_stride
+                next_q, next_k = row_of(source + ahead), row_of(keys + ahead)
+                next_v = row_of(values + ahead)
             put(shared, q_out + key_place + at, is_first, row_factor(q) * scale, q)
             put(shared + k_at, k_out + key_place + at, is_first, row_factor(k), k)
             put(shared + v_at, q_out, False, f32(1), v)
+            q, k, v = next_q, next_k, next_v
         sync_threads()
 
         own = base + warp * 16 * pitch  # the warp's rows of q: room for what goes out
@@ -192,7 +202,7 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
         weights = to_diagonal(weights, upper, log_upper, upper + 8, log_lower, columns, pair)
         sync_warp()
         store_p(weights, fragment)
-        copy_p(p_out + (place * CHUNK + warp * 16) * (CHUNK * 2), own)
+        copy_p(p_out + place * p_bytes + warp * (16 * p_pitch), own)
         matrix = scores_of(q_row + k_at, k_row)
         matrix = below(matrix, upper, log_upper, upper + 8, log_lower, columns, pair)
         store_matrix(matrix, base + matrix_at + upper * MATRIX_PITCH + pair * 4)
@@ -223,12 +233,12 @@ def make_gated_delta_chunk(dim: int, type: str) -> Any:
 
         t_row = corner + upper * MATRIX_PITCH + pair * 4
         b_row = base + (lane & 15) * pitch + (lane >> 4) * 16
-        target = (place * CHUNK + warp * 16) * (dim * 2)
         factors = words(t_row, base + write_at + pair * 4)
         store_rows(values_of(no_values(), factors, b_row + k_at), fragment)
-        copy_rows(w_out + target, own)
+        copy_w(w_out + place * wide_bytes + warp * (16 * pitch), own)
         factors = words(t_row, base + beta_at + pair * 4)
         store_rows(values_of(no_values(), factors, b_row + v_at), fragment)
-        copy_rows(u_out + target, own)
+        strips = place * (dim // STRIP) * STRIP_BYTES
+        copy_u(u_out + strips + warp * (16 * 2 * STRIP), own)
 
     return gated_delta_chunk

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from atlas_kernels._cuda import device, f32, i64
-from atlas_kernels.chunk_pass import row_pitch
+from atlas_kernels._cuda import device, f32, i32, i64
+from atlas_kernels.chunk_pass import STRIP, STRIP_BYTES
 from atlas_kernels.chunk_rows import LOG2_E, THREADS, copy_out, put_row, running_sums
 from atlas_kernels.gates import exponential
 from atlas_kernels.mamba2_step import time_step
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
-from atlas_kernels.ptx_chunk import CHUNK, decay_pairs
+from atlas_kernels.ptx_chunk import decay_pairs
 from atlas_kernels.ptx_math import pack_bf16, quotient
 from atlas_kernels.ptx_memory import (
     dynamic_shared,
@@ -45,6 +45,7 @@ from atlas_kernels.ptx_warp import (
     sync_warp,
     thread_x,
 )
+from atlas_kernels.recurrence_shapes import CHUNK, matrix_bytes, row_pitch
 from atlas_kernels.registry import kernel
 from atlas_kernels.vector import access
 
@@ -66,13 +67,14 @@ def shared_bytes(size: int, type: str) -> int:
     variants=VARIANTS,
 )
 def make_mamba2_chunk(size: int, type: str) -> Any:
-    """Grid (chunks, H); a state of N = ``size``, heads of ``dim`` elements, a multiple of 4.
+    """Grid (chunks, H); a state of N = ``size``, heads of P = ``dim`` elements, a multiple of 16.
 
     ``x`` [T, H, P], ``b``, ``c`` [T, G, N] float32 after the convolution, with one stride; ``dt``
     [T, H] of the variant's type; ``chunk_rows`` int32 [chunks]: a chunk's first row; ``num_chunks``
     int32: how many there are, at most those of the grid. Written:
-    ``q`` (c), ``k`` (b) bf16 [chunks, G, 64, N], ``u`` (Δ x) bf16 [chunks, H, 64, P], ``p`` bf16
-    [chunks, H, 64, 64], ``logs`` float32 [chunks, H, 64] (G). Strides in bytes.
+    ``q`` (c), ``k`` (b) bf16 [chunks, G, 64, N] and ``p`` bf16 [chunks, H, 64, 64], with
+    ``row_pitch`` from row to row; ``u`` (Δ x) bf16 [chunks, H, P / 16, 64, 16], ``logs`` float32
+    [chunks, H, 64] (G). Strides in bytes.
     """
     pitch = row_pitch(size)
     k_at = CHUNK * pitch
@@ -80,7 +82,12 @@ def make_mamba2_chunk(size: int, type: str) -> Any:
     steps_at = logs_at + CHUNK * 4
     load_time, item = access(type, 1).load, access(type, 1).item_bytes
     scores_of, to_diagonal = tile_scores(size, CHUNK, 1, pitch), decay_pairs(False)
-    store_p, copy_p = tile_store_bf16(CHUNK, 1, pitch), copy_out(2 * CHUNK, pitch)
+    store_p, p_pitch = tile_store_bf16(CHUNK, 1, pitch), row_pitch(CHUNK)
+    copy_p, wide_bytes, p_bytes = (
+        copy_out(2 * CHUNK, pitch, p_pitch),
+        matrix_bytes(size),
+        matrix_bytes(CHUNK),
+    )
     row_of, put = global_row(size), put_row(size)
 
     @device
@@ -95,6 +102,21 @@ def make_mamba2_chunk(size: int, type: str) -> Any:
         store_shared_f32x2(base + steps_at + lane * 8, (first, second))
         store_shared_f32x2(base + logs_at + lane * 8, sums)
         store_f32x2(logs + lane * 8, sums)
+
+    @device
+    def piece(i, dim):
+        """Row and byte of a piece of 4 elements of x; past the last, that again."""
+        i = min(i, CHUNK * (dim >> 2) - 1)
+        row = quotient(i, dim >> 2)
+        return i32(row), i32((i - row * (dim >> 2)) * 16)
+
+    @device
+    def push(base, strips, row, at, v):
+        """Δ x."""
+        step = load_shared_f32(base + steps_at + row * 4)
+        words = (pack_bf16(v[0] * step, v[1] * step), pack_bf16(v[2] * step, v[3] * step))
+        target = strips + (at >> 6) * STRIP_BYTES + row * (2 * STRIP) + ((at & 63) >> 1)
+        store_b32x2(target, words)
 
     def mamba2_chunk(
         x, b, c, dt, decay_log, dt_bias, chunk_rows, num_chunks,
@@ -111,30 +133,39 @@ def make_mamba2_chunk(size: int, type: str) -> Any:
         is_first = head == group * per_group
         first_row = i64(load_b32(chunk_rows + chunk * 4))
         place = chunk * heads + head
+        row = warp * 16 + (lane >> 3)
+        column = (lane & 7) * 4
+        key_place = (chunk * groups + group) * wide_bytes
+        source = (first_row + row) * stride + (group * size + column) * 4
+        reads, keys = row_of(c + source), row_of(b + source)
         if warp == 0:
             rate = load_constant_f32(decay_log + head * 4)
             bias = load_constant_f32(dt_bias + head * 4)
             logs = logs_out + place * (CHUNK * 4)
             gates(base, dt + head * item, first_row, rate, bias, dt_stride, (dt_min, dt_max), logs)
-        row = warp * 16 + (lane >> 3)
-        column = (lane & 7) * 4
-        key_place = (chunk * groups + group) * (CHUNK * size * 2)
         for i in range(0, 16, 4):
-            source = (first_row + row + i) * stride + (group * size + column) * 4
-            at = key_place + (row + i) * (size * 2) + column * 2
-            shared = base + (row + i) * pitch + column * 2
-            reads, keys = row_of(c + source), row_of(b + source)
-            put(shared, q_out + at, is_first, f32(1), reads)
-            put(shared + k_at, k_out + at, is_first, f32(1), keys)
+            at = (row + i) * pitch + column * 2
+            next_reads, next_keys = reads, keys
+            if i < 12:  # asked for while these are used
+                ahead = source + (i + 4) * stride
+                next_reads, next_keys = row_of(c + ahead), row_of(b + ahead)
+            put(base + at, q_out + key_place + at, is_first, f32(1), reads)
+            put(base + at + k_at, k_out + key_place + at, is_first, f32(1), keys)
+            reads, keys = next_reads, next_keys
         sync_threads()
 
-        for i in range(thread_x(), CHUNK * (dim >> 2), THREADS):
-            r = quotient(i, dim >> 2)
-            at = (i - r * (dim >> 2)) * 4
-            v = load_f32x4(x + (first_row + r) * stride + (head * dim + at) * 4)
-            step = load_shared_f32(base + steps_at + r * 4)
-            words = (pack_bf16(v[0] * step, v[1] * step), pack_bf16(v[2] * step, v[3] * step))
-            store_b32x2(u_out + ((place * CHUNK + r) * dim + at) * 2, words)
+        values, strips = x + first_row * stride + head * dim * 4, u_out + place * (dim * 2 * CHUNK)
+        for i in range(thread_x(), CHUNK * (dim >> 2), 4 * THREADS):
+            r0, at0 = piece(i, dim)
+            r1, at1 = piece(i + THREADS, dim)
+            r2, at2 = piece(i + 2 * THREADS, dim)
+            r3, at3 = piece(i + 3 * THREADS, dim)
+            v0, v1 = load_f32x4(values + r0 * stride + at0), load_f32x4(values + r1 * stride + at1)
+            v2, v3 = load_f32x4(values + r2 * stride + at2), load_f32x4(values + r3 * stride + at3)
+            push(base, strips, r0, at0, v0)
+            push(base, strips, r1, at1, v1)
+            push(base, strips, r2, at2, v2)
+            push(base, strips, r3, at3, v3)
         own = base + warp * 16 * pitch
         q_row = own + (lane & 15) * pitch + (lane >> 4) * 16
         k_row = base + k_at + (lane & 7) * pitch + (lane >> 4) * (8 * pitch) + (lane & 8) * 2
@@ -146,6 +177,6 @@ def make_mamba2_chunk(size: int, type: str) -> Any:
         weights = to_diagonal(weights, upper, log_upper, upper + 8, log_lower, base + logs_at, pair)
         sync_warp()
         store_p(weights, own + (lane >> 2) * pitch + pair * 2)
-        copy_p(p_out + (place * CHUNK + warp * 16) * (CHUNK * 2), own)
+        copy_p(p_out + place * p_bytes + warp * (16 * p_pitch), own)
 
     return mamba2_chunk

@@ -36,6 +36,9 @@ copy16 = instruction("", "r l", "cp.async.cg.shared.global.L2::128B [$0], [$1], 
 """Start copying 16 bytes to shared memory past L1: (shared address, global address)."""
 copy16_or_zero = instruction("", "r l r", "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;")
 """The same with the number of bytes to read, 16 or 0; the rest is filled with zeros."""
+copy8 = instruction("", "r l", "cp.async.ca.shared.global.L2::128B [$0], [$1], 8;")
+copy4 = instruction("", "r l", "cp.async.ca.shared.global.L2::128B [$0], [$1], 4;")
+"""8 and 4 bytes, through L1."""
 copy4_or_zero = instruction("", "r l r", "cp.async.ca.shared.global.L2::128B [$0], [$1], 4, $2;")
 """The same for 4 bytes, through L1: what is not aligned to 16."""
 copy_commit = instruction("", "", "cp.async.commit_group;")
@@ -151,6 +154,13 @@ bulk_load = instruction(
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $3, [$2];",
 )
 """Start loading contiguous bytes: (shared, global, barrier, bytes), all multiples of 16."""
+bulk_load_pair = instruction(
+    "",
+    "r l r r",
+    "{ .reg .b16 both; mov.b16 both, 3; cp.async.bulk.shared::cluster.global.mbarrier"
+    "::complete_tx::bytes.multicast::cluster [$0], [$1], $3, [$2], both; }",
+)
+"""The same to both thread blocks of a cluster of two: to the same place, at the same barrier."""
 
 
 @cache

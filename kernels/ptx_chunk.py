@@ -1,8 +1,7 @@
 """Chunks of a recurrence on ``mma.sync``: tuples that these intrinsics unroll.
 
 Fragments and shared memory are those of ``ptx_tile``: C fragments of rows g and g + 8, rows of bf16
-``pitch`` bytes apart, an odd multiple of 16. A warp has 16 rows of a chunk of ``CHUNK`` and 16
-columns of a state.
+``pitch`` bytes apart, an odd multiple of 16. A warp has 16 rows of a chunk of ``CHUNK``.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ from typing import Any
 
 from atlas_kernels._cuda import f32, i32, i64, types
 from atlas_kernels.ptx import typed_intrinsic
-from atlas_kernels.ptx_tile import ldmatrix, members, mma, pack
+from atlas_kernels.ptx_tile import members, pack
+from atlas_kernels.recurrence_shapes import CHUNK
 from llvmlite import ir
-
-CHUNK = 64
-"""Rows of a chunk: a part of the order, so of the bits. Chunks begin at multiples of it."""
 
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _PAIR = ir.LiteralStructType([_FLOAT] * 2)
@@ -167,69 +164,3 @@ def store_column(size: int, pitch: int) -> Any:
         return context.get_dummy_value()
 
     return typed_intrinsic(types.void(i32, vector), codegen)
-
-
-@cache
-def read_state(dim: int, pitch: int, state_pitch: int, factors: int) -> Any:
-    """(sums …, a …, state) → each sums + A · S, for 1 or 2 ``factors``; k16 steps ascending.
-
-    A is 16 rows of ``dim`` in shared memory: the address of (row lane % 16, bytes 16 · (lane /
-    16)). S is [dim, 16] with rows ``state_pitch`` apart: the same lane's address.
-    """
-    sums = _floats(8)
-    result = sums if factors == 1 else types.UniTuple(sums, factors)
-    signature = result(*[sums] * factors, *[i32] * factors, i32)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        totals = [members(builder, arg, 8) for arg in args[:factors]]
-        for step in range(dim // 16):
-            s = ldmatrix(builder, args[-1], 16 * step * state_pitch, ".trans")
-            for total, address in zip(totals, args[factors:-1], strict=True):
-                a = ldmatrix(builder, address, 32 * step, "")
-                total[:4] = mma(builder, total[:4], a, s[:2])
-                total[4:] = mma(builder, total[4:], a, s[2:])
-        parts = [context.make_tuple(builder, sums, total) for total in totals]
-        return parts[0] if factors == 1 else context.make_tuple(builder, result, parts)
-
-    return typed_intrinsic(signature, codegen)
-
-
-@cache
-def add_rows(tiles: int, pitch: int, row_pitch: int) -> Any:
-    """(state, k, rows) → state + Kᵀ · R: 16 · ``tiles`` rows and 16 columns of the state.
-
-    K is [CHUNK, …] in shared memory: address of (row lane % 8 + 8 · (lane / 16), bytes
-    16 · (lane / 8 % 2)) of the first column taken. R is [CHUNK, 16]: address of (row lane % 16,
-    bytes 16 · (lane / 16)).
-    """
-    state = _floats(8 * tiles)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        total = members(builder, args[0], 8 * tiles)
-        for step in range(CHUNK // 16):
-            r = ldmatrix(builder, args[2], 16 * step * row_pitch, ".trans")
-            for tile in range(tiles):
-                k = ldmatrix(builder, args[1], 16 * step * pitch + 32 * tile, ".trans")
-                at = 8 * tile
-                total[at : at + 4] = mma(builder, total[at : at + 4], k, r[:2])
-                total[at + 4 : at + 8] = mma(builder, total[at + 4 : at + 8], k, r[2:])
-        return context.make_tuple(builder, state, total)
-
-    return typed_intrinsic(state(state, i32, i32), codegen)
-
-
-@cache
-def weigh_rows(pitch: int, row_pitch: int) -> Any:
-    """(sums, p, rows) → sums + P · R, k16 steps ascending; addresses as in ``read_state``."""
-    sums = _floats(8)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        total = members(builder, args[0], 8)
-        for step in range(CHUNK // 16):
-            p = ldmatrix(builder, args[1], 32 * step, "")
-            r = ldmatrix(builder, args[2], 16 * step * row_pitch, ".trans")
-            total[:4] = mma(builder, total[:4], p, r[:2])
-            total[4:] = mma(builder, total[4:], p, r[2:])
-        return context.make_tuple(builder, sums, total)
-
-    return typed_intrinsic(sums(sums, i32, i32), codegen)

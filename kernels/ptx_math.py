@@ -41,7 +41,7 @@ fast_tanh = _pure("f", "f", "tanh.approx.f32 $0, $1;")
 divide = _pure(
     "f",
     "f f",
-    "{ .reg .f32 d, r, e, q; neg.f32 d, $2; rcp.approx.f32 r, $2;"
+    "{ .reg .f32 d, r, e, q; neg.f32 d, $2; rcp.approx.ftz.f32 r, $2;"
     " fma.rn.f32 e, d, r, 0f3F800000; fma.rn.f32 r, r, e, r;"
     " mul.rn.f32 q, $1, r; fma.rn.f32 e, d, q, $1; fma.rn.f32 $0, e, r, q; }",
 )
@@ -67,6 +67,10 @@ unpack_f16 = _pure(
 )
 unpack_bf16 = _pure("f2", "r", "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 """The two values of a word, exactly."""
+
+opaque = instruction("r", "r", "mov.b32 $0, $1;")
+"""A number as it is, unknown to the compiler: what is computed from it is computed there, not held
+in registers from before a loop."""
 
 popcount = _pure("r", "r", "popc.b32 $0, $1;")
 first_bit = _pure("r", "r", "{ .reg .b32 r; brev.b32 r, $1; clz.b32 $0, r; }")
@@ -143,6 +147,18 @@ def vector_mul(width: int) -> Any:
 def vector_scale(width: int) -> Any:
     """(a, s) → a · s, a tuple times a number."""
     return _elementwise("fmul", width, scalar=True)
+
+
+def vector_fma(width: int) -> Any:
+    """(a, b, c) → a · b + c, elementwise, each rounded once."""
+    vector = types.UniTuple(f32, width)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        members = [[builder.extract_value(arg, i) for arg in args] for i in range(width)]
+        values = [builder.fma(*operands) for operands in members]
+        return context.make_tuple(builder, vector, values)
+
+    return typed_intrinsic(vector(vector, vector, vector), codegen)
 
 
 def vector_add_squares(width: int) -> Any:

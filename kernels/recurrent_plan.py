@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from atlas_kernels._cuda import i32, i64
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
-from atlas_kernels.ptx_chunk import CHUNK
 from atlas_kernels.ptx_memory import load_b32, store_b32
 from atlas_kernels.ptx_warp import shuffle_b32, thread_x
+from atlas_kernels.recurrence_shapes import CHUNK
 from atlas_kernels.registry import kernel
 
 

@@ -27,6 +27,7 @@ MODULES = (
     "feed",
     "gemm_finish",
     "gated_delta_chunk",
+    "gated_delta_mixer",
     "gated_delta_prefill",
     "gated_delta_step",
     "gated_norm",

@@ -39,7 +39,7 @@ class Access:
     Attributes
     ----------
     type : "bf16", "f16" or "f32"
-    width : 8, 2 or 1
+    width : 8, 4, 2 or 1
     item_bytes : int
     load, load_constant : (address) → tuple of float32
         Plain and constant loads (see ``ptx_memory``); the address is a multiple of
@@ -130,6 +130,34 @@ def _halves8(type: str) -> tuple[Any, Any, Any, Any]:
     return loader(memory.load_b32x4), loader(memory.load_constant_b32x4), store, round
 
 
+def _halves4(type: str) -> tuple[Any, Any, Any, Any]:
+    unpack, pack = (unpack_bf16, pack_bf16) if type == "bf16" else (unpack_f16, pack_f16)
+
+    def loader(words: Any) -> Any:
+        @device
+        def load(address):
+            w = words(address)
+            a, b = unpack(w[0])
+            c, d = unpack(w[1])
+            return a, b, c, d
+
+        return load
+
+    store_words = memory.store_b32x2
+
+    @device
+    def store(address, v):
+        store_words(address, (pack(v[0], v[1]), pack(v[2], v[3])))
+
+    @device
+    def round(v):
+        a, b = unpack(pack(v[0], v[1]))
+        c, d = unpack(pack(v[2], v[3]))
+        return a, b, c, d
+
+    return loader(memory.load_b32x2), loader(memory.load_constant_b32x2), store, round
+
+
 def _halves2(type: str) -> tuple[Any, Any, Any, Any]:
     unpack, pack = (unpack_bf16, pack_bf16) if type == "bf16" else (unpack_f16, pack_f16)
 
@@ -185,6 +213,10 @@ def _floats8(type: str) -> tuple[Any, Any, Any, Any]:
     return loader(memory.load_f32x4), loader(memory.load_constant_f32x4), store, _same
 
 
+def _floats4(type: str) -> tuple[Any, Any, Any, Any]:
+    return memory.load_f32x4, memory.load_constant_f32x4, memory.store_f32x4, _same
+
+
 def _floats2(type: str) -> tuple[Any, Any, Any, Any]:
     return memory.load_f32x2, memory.load_constant_f32x2, memory.store_f32x2, _same
 
@@ -204,9 +236,11 @@ def _floats1(type: str) -> tuple[Any, Any, Any, Any]:
 
 _FORMS = {
     (False, 8): _halves8,
+    (False, 4): _halves4,
     (False, 2): _halves2,
     (False, 1): _halves1,
     (True, 8): _floats8,
+    (True, 4): _floats4,
     (True, 2): _floats2,
     (True, 1): _floats1,
 }

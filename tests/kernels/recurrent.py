@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from atlas_kernels.recurrence_shapes import matrix_bytes
 
 from atlas.ops import OPS
 from tests.kernels.launches import Bench, Buffer, rounded
@@ -111,7 +112,7 @@ class DeltaLayer:
         args = [self.projection.address, self.constants[0], 0, self.bench.put_ints(self.rows.slots)]
         args += [*self.rows.ranges(), self.tails.address, out.address, self.channels]
         args += [self.projection.stride, out.stride]
-        grid = (num_seqs * -(-self.channels // 256), -(-most // 32))
+        grid = (num_seqs * -(-self.channels // 512), -(-most // 32))
         self.bench.run(f"causal_conv_{self.type}", grid, args)
         return out
 
@@ -195,8 +196,9 @@ class MambaLayer:
         )  # fmt: skip
         firsts = [rows.cu_rows[n] + 64 * c for n, numbers in enumerate(chunks) for c in numbers]
         count, chunk_rows = len(firsts), bench.put_ints(firsts)
-        q, k = (bench.empty((count, groups, 64, size), "bf16") for _ in "qk")
-        u, p = (bench.empty((count, heads, 64, 64), "bf16") for _ in "up")
+        q, k = (bench.empty((count, groups, matrix_bytes(size) // 2), "bf16") for _ in "qk")
+        u = bench.empty((count, heads, 64, 64), "bf16")
+        p = bench.empty((count, heads, matrix_bytes(64) // 2), "bf16")
         work = [q, k, u, p, bench.empty((count, heads, 64), "f32")]
         addresses = [buffer.address for buffer in work]
         decay, skip, bias = self.constants
@@ -237,9 +239,11 @@ def delta_chunks(
     bench, rows, dim = layer.bench, layer.rows, layer.dim
     firsts = [rows.cu_rows[n] + 64 * c for n, numbers in enumerate(chunks) for c in numbers]
     count, keys, values = len(firsts), layer.key_heads, layer.value_heads
-    q, k = (bench.empty((count, keys, 64, dim), "bf16") for _ in "qk")
-    w, u = (bench.empty((count, values, 64, dim), "bf16") for _ in "wu")
-    p, logs = bench.empty((count, values, 64, 64), "bf16"), bench.empty((count, values, 64), "f32")
+    q, k = (bench.empty((count, keys, matrix_bytes(dim) // 2), "bf16") for _ in "qk")
+    w = bench.empty((count, values, matrix_bytes(dim) // 2), "bf16")
+    u = bench.empty((count, values, 64, dim), "bf16")
+    p = bench.empty((count, values, matrix_bytes(64) // 2), "bf16")
+    logs = bench.empty((count, values, 64), "f32")
     work = [buffer.address for buffer in (q, k, w, u, p, logs)]
     chunk_rows = bench.put_ints(firsts)
     args = [

@@ -40,8 +40,8 @@ def test_gated_delta(
     np.testing.assert_array_equal(got[unused], state[unused])
 
 
-def test_chunks_in_two_launches_have_the_bits_of_one(bench: Bench) -> None:
-    """With other stages, too."""
+def test_chunks_in_three_launches_have_the_bits_of_one(bench: Bench) -> None:
+    """With other columns, stages and copies, too."""
     layer = DeltaLayer(bench, Rows(bench, [192, 64]), 1, 1, 64, "bf16")
     qkv, shape = layer.convolve(), (256, 1, 64)
     whole, cut = bench.empty(shape, "f32"), bench.empty(shape, "f32")
@@ -49,7 +49,8 @@ def test_chunks_in_two_launches_have_the_bits_of_one(bench: Bench) -> None:
     state = bench.get(layer.states)
     layer.restart()
     delta_chunks(layer, qkv, [[0], [0]], cut, "c16_s1")
-    delta_chunks(layer, qkv, [[1, 2], []], cut, "c16_s2")
+    delta_chunks(layer, qkv, [[1], []], cut, "c32")
+    delta_chunks(layer, qkv, [[2], []], cut, "c16_s2")
     np.testing.assert_array_equal(bench.get(cut), bench.get(whole))
     np.testing.assert_array_equal(bench.get(layer.states), state)
 

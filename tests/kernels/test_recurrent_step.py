@@ -90,7 +90,7 @@ def test_rows_of_a_mamba2_step_are_steps(bench: Bench) -> None:
 @pytest.mark.parametrize("type", TYPES)
 @pytest.mark.parametrize(
     ("name", "taps", "channels", "width"),
-    [("", 4, 70, 2), ("_scalar", 4, 37, 1), ("any", 2, 37, 1), ("any", 5, 130, 1)],
+    [("", 4, 72, 4), ("_scalar", 4, 37, 1), ("any", 2, 37, 1), ("any", 5, 130, 1)],
 )
 def test_causal_conv(
     bench: Bench, type: str, name: str, taps: int, channels: int, width: int
@@ -99,8 +99,8 @@ def test_causal_conv(
     rows = Rows(bench, [1, 2, 3, 70, 0])
     x, tail = rounded(normal(rows.total, channels), type), normal(5, taps - 1, channels)
     weight, bias = normal(taps, channels), normal(channels)
-    buffer, tails = bench.put(x, type, pad=2), bench.put(tail, "f32")
-    out = bench.empty((rows.total, channels), "f32", pad=2)
+    buffer, tails = bench.put(x, type, pad=4), bench.put(tail, "f32")
+    out = bench.empty((rows.total, channels), "f32", pad=4)
     args = [
         buffer.address,
         *(bench.put(array.reshape(1, -1), "f32").address for array in (weight, bias)),

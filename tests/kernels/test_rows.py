@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from atlas_kernels.recurrence_shapes import NORM_HEADS
 
 from atlas.ops import OPS
 from tests.kernels.launches import TYPES, Bench, close, encode, machine_bench, rounded
@@ -219,3 +220,23 @@ def test_gated_rmsnorm(
     want = np.empty((2, dim), np.float32)
     OPS["gated_rmsnorm"](x, gate, weight, EPS, size, norm_first, out=want)
     close(bench.get(out), want, type, 4e-6)
+
+
+@pytest.mark.parametrize(("type", "size"), [("bf16", 128), ("bf16", 256), ("f32", 64)])
+def test_gated_rmsnorm_of_heads(bench: Bench, type: str, size: int) -> None:
+    """Several heads to a warp, the last warp's partly missing: the bits of one head to a warp."""
+    rows, heads = 3, 5
+    dim = heads * size
+    x, gate = _normal(rows, dim), rounded(_normal(rows, dim, seed=1) * 4, type)
+    source, gates = bench.put(x, "f32", pad=8), bench.put(gate, type, pad=8)
+    scale = bench.put(_normal(1, size, seed=2), "f32")
+    out, alone = (bench.empty((rows, dim), type, pad=8) for _ in range(2))
+    inputs = [source.address, gates.address, scale.address]
+    args = [*inputs, out.address, heads, rows * heads, source.stride, gates.stride, out.stride]
+    grid = (-(-rows * heads // (4 * NORM_HEADS[size])), 1)
+    bench.run(f"gated_rmsnorm_heads_{type}_d{size}", grid, [*args, EPS])
+    args = [*inputs, alone.address, heads, size, 1]
+    args += [source.stride, gates.stride, 0, alone.stride, EPS]
+    bench.run(f"gated_rmsnorm_{type}", (rows, 2), args)
+    np.testing.assert_array_equal(bench.get(out), bench.get(alone))
+    assert np.isfinite(bench.get(out)).all()

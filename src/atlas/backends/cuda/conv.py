@@ -5,6 +5,7 @@ from __future__ import annotations
 from atlas_kernels.recurrence_shapes import CONV_TAPS as TAPS
 from atlas_kernels.recurrence_shapes import CONV_THREADS as THREADS
 from atlas_kernels.recurrence_shapes import CONV_TILE as TILE
+from atlas_kernels.recurrence_shapes import CONV_WIDTH as WIDTH
 
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import SHORT, Args, match, row_suffix
@@ -12,8 +13,6 @@ from atlas.backends.cuda.launch import Queue
 from atlas.backends.cuda.recurrent import check_pool, check_rows, check_sequences, ranges
 from atlas.errors import ShapeError
 from atlas.ops.check import match_dims
-
-_WIDTH = 2
 
 
 def causal_conv_step(
@@ -42,8 +41,8 @@ def causal_conv_step(
     type, vectors = SHORT[x.dtype], (x, weight, tails, out, *(() if bias is None else (bias,)))
     args: Args = (x, weight, 0 if bias is None else bias, slots, *ranges(cu_rows), tails, out)
     if taps == TAPS:
-        suffix = row_suffix(channels, _WIDTH, *vectors)
-        name, width = f"causal_conv_{type}{suffix}", 1 if suffix else _WIDTH
+        suffix = row_suffix(channels, WIDTH, *vectors)
+        name, width = f"causal_conv_{type}{suffix}", 1 if suffix else WIDTH
         args = (*args, channels)
     else:
         name, width, args = f"causal_conv_any_{type}", 1, (*args, channels, taps)

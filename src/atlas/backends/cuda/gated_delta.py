@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from atlas_kernels.recurrence_shapes import CHUNK, matrix_bytes
 from atlas_kernels.recurrence_shapes import CONV_TAPS as TAPS
 
 from atlas.backends.cuda.array import DeviceArray
@@ -16,7 +17,6 @@ from atlas.backends.cuda.conv import causal_conv_step
 from atlas.backends.cuda.launch import Queue
 from atlas.backends.cuda.norm import gated_rmsnorm
 from atlas.backends.cuda.recurrent import (
-    CHUNK,
     check_pool,
     check_rows,
     check_sequences,
@@ -82,8 +82,9 @@ def gated_delta_prefill(
     if len(qkv) < CHUNK:
         _step(queue, sizes, (*inputs, slots), ranges(cu_rows), states, out)
         return
-    half, matrix = 2 * CHUNK * dim, 2 * CHUNK * CHUNK
-    kept = (keys * half, keys * half, *(values * half,) * 2, values * matrix, values * 4 * CHUNK)
+    wide, u = matrix_bytes(dim), 2 * CHUNK * dim
+    p, logs = matrix_bytes(CHUNK), 4 * CHUNK
+    kept = (keys * wide, keys * wide, values * wide, values * u, values * p, values * logs)
     plan = plan_chunks(queue, slots, cu_rows, positions, kept)
     _step(queue, sizes, (*inputs, slots), plan.before, states, out)
     args: Args = (*inputs, plan.chunk_rows, plan.num_chunks, *plan.work, keys, values)

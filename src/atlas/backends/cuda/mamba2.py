@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from atlas_kernels.recurrence_shapes import CHUNK, matrix_bytes
 from atlas_kernels.recurrence_shapes import MAMBA2_VARIANTS as VARIANTS
 from atlas_kernels.recurrence_shapes import MAMBA2_WARPS as WARPS
 
@@ -14,7 +15,6 @@ from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import SHORT, Args, is_aligned, match, require
 from atlas.backends.cuda.launch import Queue
 from atlas.backends.cuda.recurrent import (
-    CHUNK,
     check_pool,
     check_rows,
     check_sequences,
@@ -94,8 +94,8 @@ def mamba2_prefill(
     if len(x) < CHUNK:
         _step(queue, sizes, step_inputs, slots, ranges(cu_rows), states, out)
         return
-    keys, values = 2 * CHUNK * size * groups, 2 * CHUNK * dim * heads
-    kept = (keys, keys, values, 2 * CHUNK * CHUNK * heads, 4 * CHUNK * heads)
+    keys, values = groups * matrix_bytes(size), 2 * CHUNK * dim * heads
+    kept = (keys, keys, values, heads * matrix_bytes(CHUNK), heads * 4 * CHUNK)
     plan = plan_chunks(queue, slots, cu_rows, positions, kept)
     _step(queue, sizes, step_inputs, slots, plan.before, states, out)
     args: Args = (*inputs, decay_log, dt_bias, plan.chunk_rows, plan.num_chunks, *plan.work)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from atlas_kernels.recurrence_shapes import NORM_HEADS, NORM_THREADS
+
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import Args, activation_type, match, row_suffix
 from atlas.backends.cuda.launch import Queue
@@ -10,6 +12,7 @@ from atlas.ops.check import match_dims
 
 _WIDTH, _HEAD_WIDTH = 8, 2
 _HEADS_PER_BLOCK = 4
+_WARPS = NORM_THREADS // 32
 
 
 def gated_rmsnorm(
@@ -33,11 +36,19 @@ def gated_rmsnorm(
             f"groups of {group_size} in rows of {sizes['D']}, weight of {sizes['W']}; allowed: "
             f"a divisor, weight of group_size or of the row"
         )
-    variant = activation_type(gate, out) + row_suffix(group_size, _WIDTH, x, gate, out, weight)
-    args: Args = (x, gate, weight, out, groups, group_size, int(norm_first), x.strides[0])
+    type = activation_type(gate, out)
+    suffix = row_suffix(group_size, _WIDTH, x, gate, out, weight)
+    if group_size in NORM_HEADS and norm_first and sizes["W"] == group_size and not suffix:
+        heads = sizes["T"] * groups
+        grid = (-(-heads // (NORM_HEADS[group_size] * _WARPS)), 1)
+        args: Args = (x, gate, weight, out, groups, heads)
+        args += (x.strides[0], gate.strides[0], out.strides[0], eps)
+        queue.launch(f"gated_rmsnorm_heads_{type}_d{group_size}", grid, args)
+        return
+    args = (x, gate, weight, out, groups, group_size, int(norm_first), x.strides[0])
     args += (gate.strides[0], 0 if sizes["W"] == group_size else 4 * group_size, out.strides[0])
     grid = (sizes["T"], -(-groups // _HEADS_PER_BLOCK))
-    queue.launch(f"gated_rmsnorm_{variant}", grid, (*args, eps))
+    queue.launch(f"gated_rmsnorm_{type}{suffix}", grid, (*args, eps))
 
 
 def layernorm(

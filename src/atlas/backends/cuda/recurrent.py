@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from atlas_kernels.recurrence_shapes import CHUNK
+
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import match, require_contiguous_rows
 from atlas.backends.cuda.launch import Argument, Queue
 from atlas.errors import ShapeError
 
-CHUNK = 64
-"""Positions of a chunk; of the kernels' ``ptx_chunk``."""
 _ALIGNMENT = 256
 _LARGE_SHARED, _MIDDLE_SHARED = (9, 10), ((8, 0), (8, 7))  # 227 and 163 KB a thread block
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from atlas_kernels.recurrence_shapes import CHUNK
 from numpy.typing import NDArray
 
 from atlas.backends.backend import Shapes
@@ -26,7 +27,6 @@ from atlas.backends.cuda.memory import Arena, Workspace
 from atlas.backends.cuda.pools import CudaKvPools
 from atlas.backends.cuda.products import open_products
 from atlas.backends.cuda.readback import ReadBacks, StepReadBack
-from atlas.backends.cuda.recurrent import CHUNK
 from atlas.backends.cuda.recurrent_pools import CudaRecurrentPools
 from atlas.backends.cuda.sampling import Sampling
 from atlas.backends.cuda.teardown import OwnStream, RecordedStep, Teardown
