@@ -292,7 +292,7 @@ class Engine:
             if event.completion is not None:
                 done[event.request_id] = event.completion
 
-        requests = [self._intake.request(ids, resolved, keep) for ids in batch]
+        requests = [self._intake.request(ids, resolved, keep, is_followed=False) for ids in batch]
         self._run(requests, lambda: len(done) == len(requests), refuse=single)
         completions = [done[request.request_id] for request in requests]
         if not single:

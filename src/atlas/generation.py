@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from atlas.errors import AtlasError, CallbackError, InvalidArgumentError
 from atlas.request import Delta, FinishReason, Sample, TokenLogprob
 from atlas.sampler import Sampled, Sampler, needs_logits
-from atlas.sampling_table import Draw, host_reason
+from atlas.sampling_table import Draw, host_reason, penalizes
 from atlas.stops import TextStream
 
 if TYPE_CHECKING:
@@ -50,6 +50,11 @@ class Generation:
         The device does, with these parameters.
     host_reason : str or None
         Why the host does although the device could for other parameters.
+    end_ids : int32 array
+        Ids that end it, ascending.
+    is_predictable : bool
+        Its device-chosen tokens need nothing of the host before one of ``end_ids``, or the token
+        at ``last_position``.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Generation:
         self.last_token_s = 0.0  # when it came, of the process's clock; 0 = none came yet
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         self._end_ids = frozenset(ends)
+        self.end_ids = np.array(sorted(ends), np.int32)
         extra = {} if weights is None else {"weights": weights}
         self._sampler = Sampler(
             params,
@@ -105,6 +111,9 @@ class Generation:
                 continues=continues,
                 vocab_size=vocab_size,
             )
+        self.is_predictable = not (
+            self.needs_logits or penalizes(params) or params.logprobs is not None
+        ) and (tokenizer is None or not params.stop_strings)
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._pieces: list[str] = []
@@ -127,6 +136,11 @@ class Generation:
         if self.params.max_tokens is None:
             return most
         return min(most, self.params.max_tokens - self.num_tokens)
+
+    @property
+    def last_position(self) -> int:
+        """Where its last token stands at the latest, counted from the prompt's first."""
+        return self.num_prompt_tokens + self.num_tokens + self.max_tokens - 1
 
     @property
     def chosen(self) -> list[Sampled]:
@@ -174,9 +188,9 @@ class Generation:
             fault.__cause__ = error
             return fault
 
-    def draw(self, logits_row: int, fed_row: int = -1) -> Draw:
-        """What the device needs to choose the next token itself (``Sampler.draw``)."""
-        return self._sampler.draw(logits_row, fed_row)
+    def draw(self, logits_row: int, position: int, fed_row: int = -1) -> Draw:
+        """What the device needs to choose the token at a position (``Sampler.draw``)."""
+        return self._sampler.draw(logits_row, position, fed_row)
 
     def push(self, sampled: Sampled) -> Delta:
         """Keep a chosen token; finishes the sample when it is an end, a stop or the last one."""
@@ -195,6 +209,18 @@ class Generation:
         if self.finish_reason is None and at_limit:
             self.finish_reason = "length"
         return self._delta(text)
+
+    def take(self, tokens: NDArray[np.int32]) -> None:
+        """Keep chosen tokens, none of which ends a predictable sample; no delta will hold them."""
+        if not len(tokens):
+            return
+        ids: list[int] = tokens.tolist()
+        self._sampler.observe_all(tokens)
+        self.last_token = ids[-1]
+        self._tokens += ids
+        if self._text is not None:
+            self._pieces.append(self._text.extend(ids))
+        self._num_given = max(self._num_given, self._num_final())
 
     def _advance_text(self, token: int) -> str:
         if self._text is None:

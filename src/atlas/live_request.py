@@ -27,6 +27,8 @@ class LiveRequest:
         Scheduler handle of each sample that still runs.
     sink : callable
         Receives the events.
+    is_followed : bool
+        Whether the sink wants to hear of every token; else of the samples' ends alone.
     """
 
     request_id: str
@@ -45,6 +47,7 @@ class LiveRequest:
     cancelled: bool = False
     num_ended: int = 0  # samples whose end was reported
     resumed: bool = False  # it began with output: a fork or a restored session
+    is_followed: bool = True
 
     @property
     def finished(self) -> bool:
@@ -60,7 +63,8 @@ class LiveRequest:
         """Send a sample's new output; the request's last event carries the completion."""
         self.num_ended += delta.finish_reason is not None
         done = self.num_ended == len(self.generations)  # samples may end in the same step
-        if not (done or delta.text or delta.token_ids or delta.finish_reason):
+        has_news = self.is_followed and (delta.text or delta.token_ids)
+        if not (has_news or delta.finish_reason):
             return
         self.sink(
             Event(
