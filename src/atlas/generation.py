@@ -92,7 +92,9 @@ class Generation:
             sample_index=sample_index,
             **extra,
         )
-        self._room = max_seq_len - len(prompt_ids)
+        self._limit = max_seq_len - len(prompt_ids)  # of tokens
+        if params.max_tokens is not None:
+            self._limit = min(self._limit, params.max_tokens)
         self.host_reason: str | None = None
         self.needs_logits, self.draws_on_device = needs_logits(params), False
         if self.needs_logits and device_samples:
@@ -132,15 +134,12 @@ class Generation:
     @property
     def max_tokens(self) -> int:
         """Tokens it may still have at most, end tokens included."""
-        most = self._room - self.num_tokens
-        if self.params.max_tokens is None:
-            return most
-        return min(most, self.params.max_tokens - self.num_tokens)
+        return self._limit - self.num_tokens
 
     @property
     def last_position(self) -> int:
         """Where its last token stands at the latest, counted from the prompt's first."""
-        return self.num_prompt_tokens + self.num_tokens + self.max_tokens - 1
+        return self.num_prompt_tokens + self._limit - 1
 
     @property
     def chosen(self) -> list[Sampled]:
@@ -204,9 +203,8 @@ class Generation:
             if not self.params.include_stop:
                 return self._delta("")
         self._tokens.append(token)
-        text = self._advance_text(token)
-        at_limit = self.num_tokens == self.params.max_tokens or self.num_tokens >= self._room
-        if self.finish_reason is None and at_limit:
+        text = "" if self._text is None else self._advance_text(self._text, token)
+        if self.finish_reason is None and self.num_tokens >= self._limit:
             self.finish_reason = "length"
         return self._delta(text)
 
@@ -222,21 +220,14 @@ class Generation:
             self._pieces.append(self._text.extend(ids))
         self._num_given = max(self._num_given, self._num_final())
 
-    def _advance_text(self, token: int) -> str:
-        if self._text is None:
-            return ""
-        if self._hold_stops and self.num_tokens > self._hold_stops:
-            self._start_stops()
-        delta = self._text.push(token)
+    def _advance_text(self, stream: TextStream, token: int) -> str:
+        if self._hold_stops and self.num_tokens > self._hold_stops:  # min_tokens are out
+            stream.watch(self.params.stop_strings)
+            self._hold_stops = 0
+        delta = stream.push(token)
         if delta.stop is not None and self.finish_reason is None:
             self.finish_reason, self.stop_reason = "stop", delta.stop
         return delta.text
-
-    def _start_stops(self) -> None:
-        """min_tokens are out: from now on stop strings end the sample."""
-        assert self._text is not None
-        self._text.watch(self.params.stop_strings)
-        self._hold_stops = 0
 
     def _delta(self, text: str) -> Delta:
         """Everything that has become final since the last delta."""
@@ -247,10 +238,10 @@ class Generation:
                 # The bytes that were held became the stop's last character.
                 self.finish_reason, self.stop_reason = "stop", rest.stop
         self._pieces.append(text)
-        final = self._num_final()
-        ids = tuple(self._tokens[self._num_given : final])
-        logprobs = tuple(self._logprobs[self._num_given : final])
-        self._num_given = max(self._num_given, final)
+        first, final = self._num_given, self._num_final()
+        ids = tuple(self._tokens[first:final])
+        logprobs = tuple(self._logprobs[first:final]) if self._logprobs else ()
+        self._num_given = max(first, final)
         return Delta(text, ids, logprobs, self.finish_reason, self.stop_reason)
 
     def _num_final(self) -> int:

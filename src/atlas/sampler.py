@@ -155,7 +155,7 @@ class Sampler:
             outside = history[(history < 0) | (history >= vocab_size)][0]
             raise InvalidArgumentError(f"prompt id is {outside}; allowed: 0 … {vocab_size - 1}")
         self._history = np.concatenate([history, np.zeros(64, np.int64)])
-        self._prompt_len = self._len = history.size
+        self._prompt_len = self._len = int(history.size)
         self._counts = TokenCounts(history) if penalizes(params) else None
         self._edits: RowEdits | None = None
         self._adjusts = _adjusts(params)
@@ -197,7 +197,7 @@ class Sampler:
 
     @property
     def num_output_tokens(self) -> int:
-        return int(self._len - self._prompt_len)
+        return self._len - self._prompt_len
 
     def observe(self, token_id: int) -> None:
         """Append a token to the output: the sampled one, or one that the caller forces."""

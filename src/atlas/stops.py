@@ -121,6 +121,8 @@ class StopMatcher:
         """
         if self._matched is not None:
             return "", self._matched
+        if not self._node and self._next[0].keys().isdisjoint(piece):
+            return piece, None  # nothing is withheld, and no stop begins here
         text = self._held + piece
         node = self._node
         for offset, character in enumerate(piece, start=len(self._held) + 1):
@@ -224,6 +226,10 @@ class TextStream:
             return TextDelta("", self._num_final, self.stop)
         piece = self._detokenizer.push(token_id)
         self._num_decoded += len(piece)
+        if not (self._matcher.has_stops or self._ends or self._detokenizer.num_pending_bytes):
+            self._num_emitted = self._num_decoded
+            self._num_final += 1
+            return TextDelta(piece, self._num_final)
         # Bytes that are held become exactly one character, whatever follows them.
         self._ends.append(self._num_decoded + (self._detokenizer.num_pending_bytes > 0))
         return self._emit(*self._matcher.push(piece))
