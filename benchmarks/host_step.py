@@ -42,7 +42,6 @@ from atlas.step_loop import StepLoop  # noqa: E402
 from atlas.tokenizer import load_tokenizer  # noqa: E402
 from benchmarks.random_checkpoint import SHAPES, RandomCheckpoint  # noqa: E402
 from tests.backends.cuda.host_gpu import HostGpu, HostKernels, host_ops  # noqa: E402
-from tests.text.vocabularies import byte_level_library, write_folder  # noqa: E402
 
 PROMPT_LEN, CHUNK_TOKENS = 128, 1024
 SKIPPED = 4  # decode steps until everything is recorded
@@ -147,6 +146,8 @@ def idle_gpu() -> Iterator[IdleGpu]:
 
 def small_tokenizer() -> Any:
     """A byte-level tokenizer of some 900 ids."""
+    from tests.text.vocabularies import byte_level_library, write_folder
+
     with tempfile.TemporaryDirectory() as folder:
         return load_tokenizer(str(write_folder(Path(folder), byte_level_library())))
 

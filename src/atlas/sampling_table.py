@@ -130,6 +130,11 @@ class RowEdits:
         Banned below ``min_tokens``.
     counts : Counts, optional
         Where there are penalties; learns of the ids of bias and bans.
+
+    Attributes
+    ----------
+    touches_ids : bool
+        Whether there may be any edits.
     """
 
     def __init__(
@@ -145,6 +150,7 @@ class RowEdits:
             for token_id in named:
                 counts.add(token_id, 0)
             self._ids = counts.arrays()[0].copy()
+        self.touches_ids = counts is not None or bool(named)
         place = {token_id: i for i, token_id in enumerate(self._ids.tolist())}
         self._bias = np.zeros(len(self._ids), np.float32)
         for token_id, bias in params.logit_bias.items():
@@ -153,11 +159,6 @@ class RowEdits:
             np.array([place[token_id] for token_id in sorted(banned)], np.int64)
             for banned in (words, words | ending)
         ]
-
-    @property
-    def touches_ids(self) -> bool:
-        """Whether there may be any edits."""
-        return self._counts is not None or len(self._ids) > 0
 
     def row(self, sample_index: int) -> bytes:
         """A ``ROW`` of the request's parameters; what changes from step to step is left 0."""
@@ -251,9 +252,9 @@ class SamplingTable:
         )
         rows["logits_row"] = [draw.logits_row for draw in draws]
         rows["position"] = [draw.position for draw in draws]
-        for draw, row in zip(draws, rows, strict=True):
+        for i, draw in enumerate(draws):
             if draw.edits.touches_ids:
-                self._add_edits(draw, row)
+                self._add_edits(draw, rows[i])
             if draw.params.logprobs is not None:
                 self._add_score(draw.logits_row, draw.params.logprobs)
         self.num_rows = len(draws)

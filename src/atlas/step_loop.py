@@ -16,12 +16,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas._native.plan import EntryFlag, EntryKind, FinishReason, Plan
+from atlas._native.plan import EntryFlag, FinishReason, Plan
 from atlas._native.prefix_cache import MissReason, PrefixCache
 from atlas._native.scheduler import Scheduler
 from atlas._native.token_log import TokenLog
@@ -42,14 +42,13 @@ from atlas.model.recurrence import tail_unit
 from atlas.model.step_result import StepResult
 from atlas.request import Delta, TokenLogprob
 from atlas.sampler import Sampled, score_token
-from atlas.sampling_table import Draw
 from atlas.scheduling import SchedulingOptions
 from atlas.snapshots import Snapshots
+from atlas.wishes import wishes_of
 
 Choice = tuple[Generation, Sampled | AtlasError]
 Ints = NDArray[np.int32]
 _NO_TOKENS = np.empty(0, np.int32)
-_PROMPT, _SAMPLES = int(EntryKind.PROMPT), int(EntryFlag.SAMPLES)  # enums are slow to compare
 
 
 @dataclass(slots=True, eq=False)
@@ -79,20 +78,6 @@ class Flight:
     drawn: frozenset[int] = frozenset()
     wants_tokens: bool = False
     chosen: Ints = field(default_factory=lambda: _NO_TOKENS)
-
-
-class Row(NamedTuple):
-    """An entry of a plan that wants more than a greedy choice."""
-
-    handle: int
-    kind: int
-    flags: int
-    start: int
-    rows: int
-    first_row: int
-    first_logits: int
-    num_logits: int
-    source: int
 
 
 class StepLoop:
@@ -297,9 +282,10 @@ class StepLoop:
         while self._flights:
             self._settle_oldest()
             self._forget_retired()
-        for handle in self._log.handles:
-            request, index = self._by_handle[handle]
-            self._catch_up(handle, request.generations[index])
+        with interrupts_deferred():  # what has left the log is nowhere else yet
+            for handle in self._log.handles:
+                request, index = self._by_handle[handle]
+                self._catch_up(handle, request.generations[index])
 
     def _launch_next(self) -> bool:
         """Plan and launch a step; False when nothing can run yet."""
@@ -328,15 +314,14 @@ class StepLoop:
         if self.snapshots is not None:
             self.snapshots.begin(plan)
         if plan.num_seqs:
-            rows = self._attended_rows(plan)
-            draws = self._draws(rows) if self.core.runtime.samples else []
-            flight.drawn = frozenset(draw.logits_row for draw in draws)
-            flight.wants_tokens = self._wants_tokens(plan, rows)
+            wishes = wishes_of(plan, self._attended, self._by_handle)
+            flight.drawn = frozenset(draw.logits_row for draw in wishes.draws)
+            flight.wants_tokens = wishes.tokens
             flight.result = self.core.launch_plan(
                 plan,
-                wants_tokens=flight.wants_tokens,
-                host_rows=self._host_rows(rows) if self.depth > 1 else (),
-                draws=draws,
+                wants_tokens=wishes.tokens,
+                host_rows=wishes.host_rows if self.depth > 1 else (),
+                draws=wishes.draws,
                 before=before,
             )
         if self.snapshots is not None:
@@ -442,7 +427,8 @@ class StepLoop:
         for i, handle, kind, first, num_logits in rows:
             if handle not in self._by_handle:
                 continue  # it was cancelled meanwhile
-            row, due = first + num_logits - 1, self._due(*self._by_handle[handle], kind)
+            request, index = self._by_handle[handle]
+            row, due = first + num_logits - 1, request.due(index, kind)
             drawn = row in flight.drawn
             chosen: list[Choice] = []
             for generation in due:
@@ -452,12 +438,6 @@ class StepLoop:
                     chosen.append((generation, _chosen(generation, row, tokens[row], result)))
             choices.append((i, chosen))
         return choices
-
-    def _due(self, request: LiveRequest, index: int, kind: int) -> list[Generation]:
-        """Samples that take a token from an entry's row: at the prompt's end, all of them."""
-        if kind != _PROMPT:
-            return [request.generations[index]]
-        return [g for g in request.generations if not g.num_tokens and not g.finished]
 
     def _keep_all(self, flight: Flight, choices: Sequence[tuple[int, list[Choice]]]) -> None:
         """Keep the tokens, tell the scheduler, then tell the clients."""
@@ -550,52 +530,6 @@ class StepLoop:
         self.recorder.tokens(np.array(waited_s))
 
     # -- rows ---------------------------------------------------------------------------------
-
-    def _attended_rows(self, plan: Plan) -> list[Row]:
-        """The entries whose logits are for more than a greedy choice."""
-        if not self._attended:
-            return []
-        handles = plan.entries["handle"].tolist()
-        numbers = [i for i, handle in enumerate(handles) if handle in self._attended]
-        entries = plan.entries[numbers]
-        return list(map(Row, *(entries[name].tolist() for name in Row._fields)))
-
-    def _wants_tokens(self, plan: Plan, rows: Sequence[Row]) -> bool:
-        """Whether the device chooses a token of some row."""
-        live = (self._by_handle[row.handle][0] for row in rows)
-        return len(rows) < plan.num_seqs or not all(r.generations[0].needs_logits for r in live)
-
-    def _host_rows(self, rows: Sequence[Row]) -> list[int]:
-        """Logits rows that the host will read: to sample, or to score prompt tokens."""
-        found: list[int] = []
-        for row in rows:
-            if not row.num_logits:
-                continue
-            request, index = self._by_handle[row.handle]
-            generation = request.generations[0]
-            if request.params.prompt_logprobs is not None:
-                found += range(row.first_logits, row.first_logits + row.num_logits)
-            elif generation.needs_logits or (
-                row.kind == _PROMPT and len(self._due(request, index, row.kind)) > 1
-            ):
-                found.append(row.first_logits + row.num_logits - 1)
-        return found
-
-    def _draws(self, rows: Sequence[Row]) -> list[Draw]:
-        """Tokens that the device chooses with a request's parameters.
-
-        Where several samples begin with one row, each draws from it, and the host does that.
-        """
-        draws: list[Draw] = []
-        for row in rows:
-            if not row.flags & _SAMPLES:
-                continue
-            due = self._due(*self._by_handle[row.handle], row.kind)
-            if len(due) == 1 and due[0].draws_on_device:
-                logits_row = row.first_logits + row.num_logits - 1
-                fed_row = row.first_row if row.source >= 0 else -1
-                draws.append(due[0].draw(logits_row, row.start + row.rows, fed_row))
-        return draws
 
     def _note_prompts(self, flight: Flight) -> dict[int, AtlasError]:
         """Cached tokens of prompts that began, and scores of prompt tokens; faults by handle."""

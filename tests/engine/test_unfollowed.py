@@ -110,3 +110,25 @@ def test_between_steps_all_tokens_are_known(folder: Path) -> None:
         worker.join()
         assert known == sorted(known)
         assert done[0].token_ids == want
+
+
+def test_one_is_forked_and_rewound_where_it_stands(folder: Path, tmp_path: Path) -> None:
+    with Engine(folder, threads=1, quiet=True, max_seq_len=256) as engine:
+        want = engine.generate(PROMPTS[3], LONG).token_ids
+        seen: list[Completion] = []
+        request = engine._intake.request(
+            PROMPTS[3], LONG, lambda event: seen.append(event.completion), is_followed=False
+        )
+        engine._driver.submit(request, public=False)
+        for _ in range(20):
+            engine.step()
+        twin = engine.fork(request.request_id)
+        engine.save(request.request_id, tmp_path / "session")
+        restored = engine.restore(tmp_path / "session")
+        for _ in range(10):
+            engine.step()
+        kept = engine.rewind(request.request_id, len(PROMPTS[3]) + 5)
+        assert kept.token_ids == want[:5]
+        ends = {e.request_id: e.completion for e in drain(engine) if e.completion is not None}
+        assert ends[twin].token_ids == ends[str(restored)].token_ids == want
+        assert [done.token_ids for done in seen] == [want]
