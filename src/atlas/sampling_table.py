@@ -255,21 +255,26 @@ class SamplingTable:
         for i, draw in enumerate(draws):
             if draw.edits.touches_ids:
                 self._add_edits(draw, rows[i])
-            if draw.params.logprobs is not None:
-                self._add_score(draw.logits_row, draw.params.logprobs)
         self.num_rows = len(draws)
+        scored = [draw for draw in draws if draw.params.logprobs is not None]
+        if scored:
+            self._fill_scores(scored)
 
     @property
     def num_scores(self) -> int:
         """Rows whose token is scored."""
         return len(self.score_places)
 
-    def _add_score(self, logits_row: int, num_top: int) -> None:
-        row = self._scores[self.num_scores : self.num_scores + 1]
-        row.view(np.int32)[:] = 0
-        row["logits_row"], row["kind"], row["top_k"] = logits_row, SCORE, num_top
-        row["temperature"], row["top_p"], row["repetition"], row["fed_row"] = 1, 1, 1, -1
-        self.score_places[logits_row] = self.num_scores, num_top
+    def _fill_scores(self, draws: Sequence[Draw]) -> None:
+        rows = self._scores[: len(draws)]
+        rows[:] = np.zeros((), ROW)
+        rows["kind"], rows["fed_row"] = SCORE, -1
+        for name in ("temperature", "top_p", "repetition"):
+            rows[name] = 1
+        tops = [draw.params.logprobs or 0 for draw in draws]
+        places = [draw.logits_row for draw in draws]
+        rows["logits_row"], rows["top_k"] = places, tops
+        self.score_places = dict(zip(places, enumerate(tops), strict=True))
 
     def _add_edits(self, draw: Draw, row: Any) -> None:
         first = self.num_edits
