@@ -37,6 +37,7 @@ from atlas.ops.blocks import HostMatrix
 from atlas.ops.select import bind, implementations, takes_queue
 
 if TYPE_CHECKING:
+    from atlas._native.cuda_launch import CudaLaunchList
     from atlas.cache.recurrent import SlotCounts
     from atlas.config import ModelConfig
     from atlas.model.circuit import ForwardKind
@@ -90,6 +91,7 @@ class CudaRuntime:
         self._recorded = self._teardown.recorded
         self._regions: list[InputRegion] = []
         self._turn = 0
+        self._feeds: dict[int, CudaLaunchList] = {}  # by number of rows
         self._by_name = {"feed_tokens", BlockCopies.kernel}  # kernels that no list holds
         # An engine that is dropped gives its memory back too; at exit the process does.
         weakref.finalize(self, self._teardown.close).atexit = False
@@ -247,8 +249,7 @@ class CudaRuntime:
         table = self._sampling.copy_in(self._turn)
         device.record(region.event)
         if region.num_fed:
-            args = (buffers.token_ids, self._chosen, region.num_fed)
-            self.launch("feed_tokens", (-(-region.num_fed // _FEED_ROWS), 1), args)
+            device.run(self._feeding(buffers, region.num_fed))
         if step.graph is not None:
             step.graph.launch()
         else:
@@ -265,6 +266,16 @@ class CudaRuntime:
         self._sampling.run(table, self.workspace)
         if shape.logits:
             self._readbacks.begin(shape.first_logits, shape.logits)
+
+    def _feeding(self, buffers: StepBuffers, rows: int) -> CudaLaunchList:
+        """The launch that puts tokens of the step before into the first ``rows`` rows."""
+        if rows not in self._feeds:
+            recording = Recording()
+            args: tuple[Any, ...] = (buffers.token_ids, self._chosen, rows)
+            queue = Queue(self.device, self.workspace, recording)
+            queue.launch("feed_tokens", (-(-rows // _FEED_ROWS), 1), args)
+            self._feeds[rows] = recording.compile(self.device)
+        return self._feeds[rows]
 
     def launch(self, kernel: str, grid: tuple[int, int], args: tuple[Any, ...]) -> None:
         """Launch one kernel now, on the stream."""
