@@ -137,6 +137,11 @@ class Generation:
         return self._limit - self.num_tokens
 
     @property
+    def next_position(self) -> int:
+        """Where its next token will stand, counted from the prompt's first."""
+        return self.num_prompt_tokens + self.num_tokens
+
+    @property
     def last_position(self) -> int:
         """Where its last token stands at the latest, counted from the prompt's first."""
         return self.num_prompt_tokens + self._limit - 1
@@ -174,7 +179,7 @@ class Generation:
         """The next token from a row of logits, float32 [C]."""
         if self.params.logits_processor is not None:
             row = row.copy()  # the user's code may run this engine, which reuses the arena
-        return self._sampler.sample(row, self.num_prompt_tokens + self.num_tokens)
+        return self._sampler.sample(row, self.next_position)
 
     def choose_safely(self, row: NDArray[np.float32]) -> Sampled | AtlasError:
         """:meth:`choose_from`, or the error that ends the sample in the token's place."""
