@@ -83,7 +83,7 @@ class CudaRuntime:
         "made (reuse_generated) change bits",
     )
 
-    def __init__(self, device: CudaDevice, weight_bytes: int) -> None:
+    def __init__(self, device: CudaDevice, weight_bytes: int, scratch_bytes: int) -> None:
         self.device = device
         self.kind: ForwardKind = "graphed"
         self._teardown = Teardown(device)
@@ -97,7 +97,7 @@ class CudaRuntime:
         weakref.finalize(self, self._teardown.close).atexit = False
         try:
             self._weights = self._own(Arena(device, weight_bytes, "the weights"))
-            self.workspace = self._own(Workspace(device, SCRATCH_BYTES, ZEROED_BYTES))
+            self.workspace = self._own(Workspace(device, scratch_bytes, ZEROED_BYTES))
             self._loader = self._own(Loader(device, self._weights))
             self._readbacks: ReadBacks
             self._capture_stream = self._own(OwnStream(device)).handle
