@@ -59,10 +59,20 @@ class Product:
     sums: list[str]
     a: list[str] | int
     b: int
-    begun: list[Array] | None
+    begun: list[Array]
     is_fresh: bool
     a_transposed: bool
     b_transposed: bool
+    follows: Product | None = None
+    """The one under way whose sums it adds to."""
+    result: list[Array] = field(default_factory=list)
+    moved: list[tuple[str, str]] = field(default_factory=list)
+    """Registers that a sum was moved to while the product was under way (loops do so), and whence:
+    the assembler gives them one place."""
+
+    def names(self) -> set[str]:
+        """All registers that stand for its sums."""
+        return {*self.sums, *(target for target, _ in self.moved)}
 
 
 @dataclass
@@ -73,10 +83,19 @@ class WarpGroup:
     groups: list[list[Product]] = field(default_factory=list)
 
     def issue(self, product: Product) -> None:
-        busy = [p.sums for group in [*self.groups, self.open] for p in group]
-        if product.sums in busy:
-            product.begun = None  # what the product before it leaves
+        sums = set(product.sums)
+        product.follows = next((p for p in self.under_way()[::-1] if p.names() >= sums), None)
         self.open.append(product)
+
+    def under_way(self) -> list[Product]:
+        """Products that no wait has completed."""
+        return [product for group in [*self.groups, self.open] for product in group]
+
+    def move(self, target: str, source: str) -> None:
+        """A register is moved to another one, which stands for the same sum if it is one."""
+        for product in self.under_way():
+            if target not in product.sums and source in product.names():
+                product.moved.append((target, source))
 
     def commit(self) -> None:
         self.groups.append(self.open)
@@ -92,10 +111,13 @@ class WarpGroup:
         """Complete all groups but the ``pending`` newest."""
         while len(self.groups) > pending:
             for product in self.groups.pop(0):
-                begun = product.begun or [read(name) for name in product.sums]
-                sums = _multiply(product, begun, read, shared)
-                for name, value in zip(product.sums, sums, strict=True):
+                begun = product.follows.result if product.follows else product.begun
+                product.follows = None
+                product.result = _multiply(product, begun, read, shared)
+                for name, value in zip(product.sums, product.result, strict=True):
                     write(name, value)
+                for target, source in product.moved:
+                    write(target, read(source))
 
 
 def issued(

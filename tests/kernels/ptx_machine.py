@@ -329,6 +329,9 @@ class _Block:
             self._write(low_name, value & ones(half), active)
             self._write(high_name, value >> half, active)
         else:
+            for number, group in enumerate(self.groups):
+                if active[number * GROUP : (number + 1) * GROUP].any():
+                    group.move(target, source)
             self._write(target, self._read(source), active)
 
     def _access(self, parts: list[str], operands: list[str], active: Array) -> None:
