@@ -5,6 +5,7 @@
 Random bf16 weights. Shape A: 256 experts, top 8 and a shared one, hidden 2048, expert width 512;
 shape B (Qwen3-30B-A3B): 128 experts, top 8, width 768, and its whole weight sweep at batch 1.
 Bit for bit: each row alone, among others, shuffled, by the decode and by every grouped kernel.
+Prefill is timed with each grouped form; w160 and c160 are those of Hopper, with ``wgmma``.
 Exits with 1 if a check failed. Needs torch, for data and for the ceilings.
 """
 
@@ -30,7 +31,10 @@ from atlas_kernels.moe_plan import (  # noqa: E402
     DOWN_TILES,
     GATE_UP_TILES,
     GROUPED_TILES,
+    HALF_ROWS,
     ROUTE_VARIANTS,
+    ROW_BOX,
+    WGMMA_TILES,
     decode_variant,
     fits,
     grouped_variant,
@@ -65,6 +69,13 @@ class Shape:
 
 A = Shape("A", 256, 8, 2048, 512, shared=True)
 B = Shape("B", 128, 8, 2048, 768, shared=False)
+FORMS: dict[str, Any] = GROUPED_TILES | WGMMA_TILES
+"""The grouped kernels: those of every GPU, and Hopper's."""
+
+
+def forms(gpu: Gpu) -> list[str]:
+    """Those that a GPU has."""
+    return [name for name in FORMS if name in GROUPED_TILES or gpu.arch == "sm_90a"]
 
 
 def _normal(*shape: int) -> Tensor:
@@ -91,6 +102,7 @@ class Runner:
 
     def __init__(self, gpu: Gpu, shape: Shape, max_rows: int) -> None:
         self.gpu, self.shape = gpu, shape
+        self.maps: dict[tuple[Any, ...], int] = {}
         pairs = max_rows * shape.slots
         self.act = torch.empty(pairs, shape.inner, device="cuda", dtype=torch.bfloat16)
         self.y = torch.empty(pairs, shape.dim, device="cuda", dtype=torch.bfloat16)
@@ -137,20 +149,22 @@ class Runner:
         self, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor, out: Tensor,
         name: str, only: str = "",
     ) -> None:  # fmt: skip
-        gpu, shape, tile, pairs = self.gpu, self.shape, GROUPED_TILES[name], ids.numel()
+        gpu, shape, tile, pairs = self.gpu, self.shape, FORMS[name], ids.numel()
         groups = shape.experts + shape.shared
         count = tile.tiles(pairs, groups)
         order, tiles = self.order.data_ptr(), self.tiles.data_ptr()
         if only in ("", "sort"):
-            args = [ids.data_ptr(), order, tiles, pairs, groups, tile.rows, count]
+            args = [ids.data_ptr(), order, tiles, pairs, groups, tile.table_rows, count]
             gpu.run("moe_sort", (groups, 1), args)
-        if only in ("", "gate_up"):
+        if name in WGMMA_TILES:
+            self._wgmma(layer, x, pairs, name, only)
+        elif only in ("", "gate_up"):
             args = [layer.address("gate_up"), layer.address("shared_gate_up"), x.data_ptr(), order]
             args += [tiles, self.act.data_ptr(), shape.experts, shape.slots, shape.dim]
             args += [shape.inner, x.stride(0) * 2]
             grid = (2 * shape.inner // tile.columns, count)
             gpu.run(f"moe_grouped_gate_up_bf16_{name}", grid, args)
-        if only in ("", "down"):
+        if name in GROUPED_TILES and only in ("", "down"):
             args = [layer.address("down"), layer.address("shared_down"), self.act.data_ptr(), order]
             args += [tiles, self.y.data_ptr(), shape.experts, shape.dim, shape.inner]
             grid = (shape.dim // tile.columns, count)
@@ -160,6 +174,33 @@ class Runner:
             args += [out.data_ptr(), shape.slots, shape.dim, residual.stride(0) * 2]
             args += [out.stride(0) * 2]
             gpu.run("moe_combine", (len(x), -(-shape.dim // 1024)), args)
+
+    def _map(self, tensor: Tensor | None, box_rows: int) -> int:
+        """The tensor map of a matrix, or of matrices one under the other; 0 of none."""
+        if tensor is None:
+            return 0
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in self.maps:
+            shape = (tensor.numel() // tensor.shape[-1], tensor.shape[-1])
+            raw = self.gpu.tensor_map(tensor.data_ptr(), shape, (box_rows, 64))
+            self.maps[key] = self.gpu.put(np.frombuffer(raw, np.uint8))
+        return self.maps[key]
+
+    def _wgmma(self, layer: Layer, x: Tensor, pairs: int, name: str, only: str) -> None:
+        shape, tile = self.shape, WGMMA_TILES[name]
+        order, tiles = self.order.data_ptr(), self.tiles.data_ptr()
+        count = tile.tiles(pairs, shape.experts + shape.shared)
+        grid = (tile.grid(int(self.gpu.device.properties.multiprocessor_count)), 1)
+        if only in ("", "gate_up"):
+            args = [self._map(m, HALF_ROWS) for m in (layer.gate_up, layer.shared_gate_up)]
+            args += [x.data_ptr(), order, tiles, self.act.data_ptr(), count, shape.experts]
+            args += [shape.slots, shape.dim, shape.inner, x.stride(0) * 2]
+            self.gpu.run(f"moe_grouped_wgmma_gate_up_bf16_{name}", grid, args)
+        if only in ("", "down"):
+            args = [self._map(m, HALF_ROWS) for m in (layer.down, layer.shared_down)]
+            args += [self._map(self.act[:pairs], ROW_BOX), order, tiles, self.y.data_ptr()]
+            args += [count, shape.experts, shape.dim, shape.inner]
+            self.gpu.run(f"moe_grouped_wgmma_down_bf16_{name}", grid, args)
 
 
 def choices(shape: Shape, rows: int) -> tuple[Tensor, Tensor]:
@@ -205,7 +246,7 @@ class Checks:
         ids, weights = choices(shape, rows)
         ids[1], ids[2, :4] = ids[0], ids[0, :4]
         results = {}
-        for name in GROUPED_TILES:
+        for name in forms(gpu):
             out = torch.full((rows + 1, shape.dim), float("nan"), device="cuda").bfloat16()
             torch.cuda.synchronize()
             runner.grouped(layer, x, ids, weights, residual, out[:-1], name)
@@ -215,6 +256,15 @@ class Checks:
         full = results["r16"]
         for name, other in results.items():
             self.that(torch.equal(full, other), f"{shape.name}: bits of grouped {name}")
+        for name in ["r64", *(name for name in WGMMA_TILES if name in results)]:
+            for first, count in ((0, 1), (1, 33), (50, 130), (9, 691)):  # experts without a row too
+                place = slice(first, first + count)
+                out = torch.empty(count, shape.dim, device="cuda", dtype=torch.bfloat16)
+                parts = [t[place].contiguous() for t in (x, ids, weights, residual)]
+                torch.cuda.synchronize()
+                runner.grouped(layer, *parts, out, name)
+                gpu.stream.sync()
+                self.that(torch.equal(out, full[place]), f"{shape.name} {name}: {count} rows")
         want = exact(shape, layer, x[:8], ids[:8], weights[:8]) + residual[:8].double()
         error = float((full[:8].double() - want).norm() / want.norm())
         self.errors[shape.name] = error
@@ -294,7 +344,7 @@ def time_prefill(gpu: Gpu, shape: Shape, layers: list[Layer], rows: int) -> dict
     flop = 2 * 3 * rows * shape.slots * shape.dim * shape.inner
     figures: dict[str, Any] = {"rows": rows}
     torch.cuda.synchronize()
-    for name in ("r64", "r128"):
+    for name in forms(gpu)[1:]:
         parts = {}
         for part in ("", "sort", "gate_up", "down", "combine"):
 
@@ -366,6 +416,9 @@ def load_kernels(gpu: Gpu) -> None:
     """The kernels used here onto the device, compiled if need be."""
     names = [f"moe_{part}_bf16_{name}" for part in ("gate_up", "down") for name in GATE_UP_TILES]
     names += [f"moe_grouped_{part}_bf16_{n}" for part in ("gate_up", "down") for n in GROUPED_TILES]
+    if gpu.arch == "sm_90a":
+        for part in ("gate_up", "down"):
+            names += [f"moe_grouped_wgmma_{part}_bf16_{name}" for name in WGMMA_TILES]
     names += ["moe_sort", "moe_combine", *(f"moe_route_{name}" for name in ROUTE_VARIANTS)]
     names += [f"gemm_step_bf16_{name}" for name in TILES if name.endswith("_8")]
     assert variant(151936, 1) in TILES

@@ -162,7 +162,7 @@ def tile_pitch(tile: GroupedTile) -> int:
 
 
 @device
-def _gated_pair(g0, g1, u0, u1):
+def gated_pair(g0, g1, u0, u1):
     """silu · mul of two columns, both rounded to bf16 first: as if they had been stored."""
     a, b = unpack_bf16(pack_bf16(g0, g1))
     c, d = unpack_bf16(pack_bf16(u0, u1))
@@ -208,8 +208,8 @@ def make_moe_grouped_gate_up(tile: GroupedTile) -> Any:
             row, at = quotient(i32(e), quads), i32(remainder(i32(e), quads) * 4)
             source = i32(base + row * pitch + ((at >> 3) * 16 + (at & 7)) * 4)
             gate, up = load_shared_f32x4(source), load_shared_f32x4(source + 32)
-            left = _gated_pair(gate[0], gate[1], up[0], up[1])
-            right = _gated_pair(gate[2], gate[3], up[2], up[3])
+            left = gated_pair(gate[0], gate[1], up[0], up[1])
+            right = gated_pair(gate[2], gate[3], up[2], up[3])
             target = act + (i64(first + row) * inner + column0 + at) * 2
             store_b32x2(target, (left, right))
 

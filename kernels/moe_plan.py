@@ -196,6 +196,11 @@ class GroupedTile:
         return 32 * self.warps
 
     @property
+    def table_rows(self) -> int:
+        """Rows of an entry of the table that ``moe_sort`` writes."""
+        return self.rows
+
+    @property
     def stage_bytes(self) -> int:
         """Activations, then weights: lines of 128 bytes."""
         return (self.rows + self.columns) * 128
@@ -224,3 +229,114 @@ def grouped_variant(rows: int, *, experts: int, slots: int) -> str:
     if average <= 16:
         return "r16"
     return "r64" if average <= 96 else "r128"
+
+
+HALF_ROWS, ROW_BOX = 128, 32
+"""Rows of a box of the tensor maps: of weights, half a tile, and of activations; 64 columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class WgmmaTile:
+    """A tile of ``moe_grouped_wgmma`` and the memory that its thread block works with.
+
+    It has two halves of ``HALF_ROWS`` rows of the weight matrix (gate and up where gated), and of
+    each half 64 rows for a warp group.
+
+    Attributes
+    ----------
+    rows : int
+        Rows of the sorted pairs that it has room for.
+    stages : int
+        Stages of 64 elements of K.
+    cluster : int
+        Thread blocks that share an entry of the table, and its weights: 1 or 2.
+    """
+
+    rows: int
+    stages: int
+    cluster: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Two warp groups that multiply, one that brings memory."""
+        return 384
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows that a product may have: the N of the tensor-core instruction."""
+        return tuple(range(16, self.rows + 1, 16))
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of an entry of the table that ``moe_sort`` writes."""
+        return self.rows * self.cluster
+
+    @property
+    def weights_bytes(self) -> int:
+        """A stage's weights, at its beginning; activations follow."""
+        return 2 * HALF_ROWS * 128
+
+    @property
+    def stage_bytes(self) -> int:
+        """Lines of 128 bytes."""
+        return self.weights_bytes + self.rows * 128
+
+    @property
+    def pitch(self) -> int:
+        """Bytes between rows of a group's buffer; 4 floats modulo 32, against bank conflicts."""
+        return (128 + 4) * 4
+
+    @property
+    def buffers_at(self) -> int:
+        """Two buffers through which sums are written, after the stages."""
+        return self.stages * self.stage_bytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        """16 rows of float32 sums of one group."""
+        return 16 * self.pitch
+
+    @property
+    def rows_at(self) -> int:
+        """Addresses of the rows to gather, or the pairs to write to for each group."""
+        return self.buffers_at + 2 * self.buffer_bytes
+
+    @property
+    def notes_at(self) -> int:
+        """For each stage 16 bytes on the tile that begins with it."""
+        return self.rows_at + 8 * self.rows
+
+    @property
+    def barriers_at(self) -> int:
+        """For each stage one that it is there, then for each one that it is free."""
+        return self.notes_at + 16 * self.stages
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory."""
+        return self.barriers_at + 16 * self.stages
+
+    @property
+    def lag(self) -> int:
+        """Stages of gathered rows on the way: a consumer gives a stage back once it has the next.
+
+        Were it greater, the producers would wait for a stage whose successor they hold back.
+        """
+        return self.stages - 2
+
+    def tiles(self, pairs: int, experts: int) -> int:
+        """Entries of the table, as ``GroupedTile.tiles``."""
+        return pairs // self.table_rows + experts
+
+    def grid(self, num_sms: int) -> int:
+        """Thread blocks: one for each SM, in whole clusters."""
+        return num_sms // self.cluster * self.cluster
+
+
+WGMMA_TILES: dict[str, WgmmaTile] = {"w160": WgmmaTile(160, 4), "c160": WgmmaTile(160, 4, 2)}
+"""``moe_grouped_wgmma_<part>_bf16_<variant>``; c160 is on trial, ``benchmarks/gpu_moe.py``."""
+
+
+def wgmma_variant(rows: int, *, experts: int, slots: int) -> str | None:
+    """The ``wgmma`` kernels for a number of rows, or None: too few, then ``grouped_variant``."""
+    return "w160" if rows * slots / experts > 16 else None

@@ -52,6 +52,13 @@ store_f32x2 = instruction("", "l f2", "st.global.v2.f32 [$0], {$1, $2};")
 store_f32x4 = instruction("", "l f4", "st.global.v4.f32 [$0], {$1, $2, $3, $4};")
 """Stores to one address: (address, value or tuple)."""
 
+store_b32x4_if = instruction(
+    "",
+    "l r4 r",
+    "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }",
+)
+"""``store_b32x4`` if the third argument is not 0, without a branch."""
+
 load_l2_f32x2 = instruction("f2", "l", "ld.global.cg.v2.f32 {$0, $1}, [$2];")
 load_l2_f32x4 = instruction("f4", "l", "ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];")
 """Past L1, which may hold a line from before another thread block wrote to it."""

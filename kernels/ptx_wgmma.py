@@ -82,6 +82,7 @@ def wgmma_stage(
     accumulate: bool = True,
     b_transposed: bool = False,
     wait: bool = False,
+    blocks: tuple[int, ...] = (0,),
 ) -> Any:
     """(acc, a, b) → acc + A · B for a stage of shared memory, k ascending.
 
@@ -98,18 +99,24 @@ def wgmma_stage(
         B lies MN-major, as V does in P · V.
     wait : bool
         End with ``wgmma_wait0``; otherwise the caller waits and settles.
+    blocks : tuple of int
+        Byte offsets of blocks of 64 rows of A, which all multiply the same B; N / 2 accumulators of
+        each, one block's after the other's.
     """
-    count = n // 2
+    count = n // 2 * len(blocks)
     first = 2 * count if accumulate else count
-    registers = ", ".join(f"${i}" for i in range(count))
     lines = ["{ .reg .pred p; .reg .b64 a, b; wgmma.fence.sync.aligned;"]
     for step, (a, b) in enumerate(zip(a_steps, b_steps, strict=True)):
         lines.append(
-            f"setp.ne.b32 p, {int(accumulate or step > 0)}, 0;"
-            f" add.s64 a, ${first}, {a >> 4}; add.s64 b, ${first + 1}, {b >> 4};"
-            f" wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element}"
-            f" {{{registers}}}, a, b, p, 1, 1, 0, {int(b_transposed)};"
+            f"setp.ne.b32 p, {int(accumulate or step > 0)}, 0; add.s64 b, ${first + 1}, {b >> 4};"
         )
+        for i, block in enumerate(blocks):
+            registers = ", ".join(f"${n // 2 * i + j}" for j in range(n // 2))
+            lines.append(
+                f"add.s64 a, ${first}, {(a + block) >> 4};"
+                f" wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element}"
+                f" {{{registers}}}, a, b, p, 1, 1, 0, {int(b_transposed)};"
+            )
     lines.append("wgmma.commit_group.sync.aligned;")
     lines.append("wgmma.wait_group.sync.aligned 0; }" if wait else "}")
     outs = f"+f{count}" if accumulate else f"f{count}"

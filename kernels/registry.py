@@ -38,6 +38,7 @@ MODULES = (
     "kv_store",
     "moe_decode",
     "moe_grouped",
+    "moe_grouped_wgmma",
     "moe_route",
     "moe_sort",
     "mamba2_chunk",

@@ -89,15 +89,15 @@ class Bench:
         return decode(now, buffer.type).reshape(buffer.shape)
 
 
-def machine_bench(ptx_of: Callable[[str], str]) -> Bench:
-    """A bench on the PTX machine."""
+def machine_bench(ptx_of: Callable[[str], str], order: int = 0) -> Bench:
+    """A bench on the PTX machine; ``order`` of the warps as in ``ptx_machine.launch``."""
     from atlas_kernels.registry import load_table
 
     memory, table = Memory(), load_table()
 
     def run(name: str, grid: tuple[int, int], args: list[Any]) -> None:
         shared = table[name].shared_bytes
-        launch(ptx_of(name), grid, table[name].threads, args, memory, shared_bytes=shared)
+        launch(ptx_of(name), grid, table[name].threads, args, memory, order, shared)
 
     return Bench(memory, run)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas.backends.cuda.array import ITEM_BYTES, DeviceArray
+from atlas.backends.cuda.array import ITEM_BYTES, DeviceArray, contiguous_strides
 from atlas.backends.cuda.launch import packed_arguments
 from atlas.backends.cuda.pack import DeviceMatrix, host_rows, host_units, layout, row_runs
 from atlas.ops.blocks import HostMatrix
@@ -91,7 +91,10 @@ class BenchQueue:
     def tensor_map(
         self, array: DeviceArray, box: Any, *, shape: Any = None, strides: Any = None
     ) -> int:
-        shape, strides = shape or array.shape, strides or array.strides[:-1]
+        if shape is None:
+            shape, strides = array.shape, array.strides[:-1]
+        elif strides is None:
+            strides = contiguous_strides(shape, array.itemsize)[:-1]
         encoded = self.bench.memory.tensor_map(array.address, shape, box, strides)
         return self.bench.memory.put(np.frombuffer(encoded, np.uint8))
 

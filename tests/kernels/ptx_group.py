@@ -59,10 +59,20 @@ class Product:
     sums: list[str]
     a: list[str] | int
     b: int
-    begun: list[Array] | None
+    begun: list[Array]
     is_fresh: bool
     a_transposed: bool
     b_transposed: bool
+    follows: Product | None = None
+    """The one under way whose sums it adds to."""
+    result: list[Array] = field(default_factory=list)
+    moved: list[tuple[str, str]] = field(default_factory=list)
+    """Registers that a sum was moved to while the product was under way (loops do so), and whence:
+    the assembler gives them one place."""
+
+    def names(self) -> set[str]:
+        """All registers that stand for its sums."""
+        return {*self.sums, *(target for target, _ in self.moved)}
 
 
 @dataclass
@@ -72,15 +82,20 @@ class WarpGroup:
     open: list[Product] = field(default_factory=list)
     groups: list[list[Product]] = field(default_factory=list)
 
-    def issue(self, product: Product, write: Callable[[str, Array], None]) -> None:
-        """Its accumulators become NaN, if they are not those of a product under way."""
-        busy = [p.sums for group in [*self.groups, self.open] for p in group]
-        if product.sums in busy:
-            product.begun = None  # what the product before it leaves
-        else:
-            for name in product.sums:
-                write(name, _NAN)
+    def issue(self, product: Product) -> None:
+        sums = set(product.sums)
+        product.follows = next((p for p in self.under_way()[::-1] if p.names() >= sums), None)
         self.open.append(product)
+
+    def under_way(self) -> list[Product]:
+        """Products that no wait has completed."""
+        return [product for group in [*self.groups, self.open] for product in group]
+
+    def move(self, target: str, source: str) -> None:
+        """A register is moved to another one, which stands for the same sum if it is one."""
+        for product in self.under_way():
+            if target not in product.sums and source in product.names():
+                product.moved.append((target, source))
 
     def commit(self) -> None:
         self.groups.append(self.open)
@@ -96,14 +111,19 @@ class WarpGroup:
         """Complete all groups but the ``pending`` newest."""
         while len(self.groups) > pending:
             for product in self.groups.pop(0):
-                begun = product.begun or [read(name) for name in product.sums]
-                sums = _multiply(product, begun, read, shared)
-                for name, value in zip(product.sums, sums, strict=True):
+                begun = product.follows.result if product.follows else product.begun
+                product.follows = None
+                product.result = _multiply(product, begun, read, shared)
+                for name, value in zip(product.sums, product.result, strict=True):
                     write(name, value)
+                for target, source in product.moved:
+                    write(target, read(source))
 
 
-def issued(operands: list[str], read: Callable[[str], Array]) -> Product:
-    """The product that a group's ``wgmma`` names."""
+def issued(
+    operands: list[str], read: Callable[[str], Array], write: Callable[[str, Array], None]
+) -> Product:
+    """The product that a group's ``wgmma`` names; its accumulators become NaN."""
     sums = names_of(operands[0])
     registers = operands[1].startswith("{")
     wanted = [bool(value) for value in read(operands[3])]
@@ -112,6 +132,8 @@ def issued(operands: list[str], read: Callable[[str], Array]) -> Product:
     flags = [int(operand) for operand in operands[6:]]
     assert operands[4:6] == ["1", "1"], "negated operands"
     begun = [read(name).copy() for name in sums] if wanted[0] else []
+    for name in sums:
+        write(name, _NAN)
     b, transposed = _uniform(read(operands[2])), not registers and bool(flags[0])
     return Product(sums, a, b, begun, not wanted[0], transposed, bool(flags[-1]))
 

@@ -296,7 +296,7 @@ class _Block:
                 self.registers.setdefault(name, np.zeros(self.pc.size, np.uint64))[at] = value
 
             if operation == "mma_async":
-                group.issue(issued(operands, read), write)
+                group.issue(issued(operands, read, write))
             elif operation == "commit_group":
                 group.commit()
             else:
@@ -341,6 +341,9 @@ class _Block:
             self._write(low_name, value & ones(half), active)
             self._write(high_name, value >> half, active)
         else:
+            for number, group in enumerate(self.groups):
+                if active[number * GROUP : (number + 1) * GROUP].any():
+                    group.move(target, source)
             self._write(target, self._read(source), active)
 
     def _access(self, parts: list[str], operands: list[str], active: Array) -> None:

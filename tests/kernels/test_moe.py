@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,19 +14,24 @@ from atlas_kernels.moe_plan import (
     GATE_UP_TILES,
     GROUPED_TILES,
     MAX_SLOTS,
+    ROW_BOX,
+    WGMMA_TILES,
     decode_variant,
     grouped_variant,
     route_variant,
+    wgmma_variant,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas.backends.cuda import moe as moe_ops
 from atlas.backends.cuda.array import DeviceArray
+from atlas.backends.cuda.moe import moe_experts
 from atlas.backends.cuda.pack import DeviceMatrix, MatrixLayout
 from atlas.ops import OPS
-from tests.kernels.launches import Bench, Buffer, close, rounded
-from tests.kernels.op_launches import BenchQueue
+from tests.kernels.launches import Bench, Buffer, close, machine_bench, rounded
+from tests.kernels.op_launches import BenchQueue, run_op
+from tests.ops import cases
 
 Array = np.ndarray[Any, Any]
 EXPERTS, DIM, INNER = 6, 384, 64
@@ -43,6 +50,12 @@ def test_tiles_fit_an_sm() -> None:
         assert grouped.rows * (grouped.columns + 4) * 4 <= grouped.shared_bytes
         assert grouped.threads % 256 == 0
         assert grouped.threads // 8 % 16 == 0, "gate and up lines of a thread"
+    for wide in WGMMA_TILES.values():
+        assert wide.shared_bytes <= 227 * 1024
+        assert wide.stage_bytes % 1024 == 0, "the swizzle's pattern"
+        assert wide.rows % ROW_BOX == 0, "whole boxes of activations"
+        assert wide.sizes[-1] == wide.rows
+        assert 2 <= wide.lag <= wide.stages - 2
 
 
 @given(
@@ -68,6 +81,8 @@ def test_variants_of_known_shapes() -> None:
     assert decode_variant(1, dim=2050, inner=512, slots=9) is None
     assert grouped_variant(128, experts=257, slots=9) == "r16"
     assert grouped_variant(8192, experts=257, slots=9) == "r128"
+    assert wgmma_variant(128, experts=257, slots=9) is None
+    assert wgmma_variant(2048, experts=257, slots=9) == "w160"
     assert [route_variant(n) for n in (128, 129, 1024, 1025)] == ["e128", "e256", "e1024", None]
 
 
@@ -187,6 +202,14 @@ class Experts:
         values = self.random.standard_normal(shape).astype(np.float32) * shape[-1] ** -0.5
         return rounded(values, "bf16")
 
+    def _map(self, address: int, rows: int, columns: int, box_rows: int = 128) -> int:
+        """The tensor map of a matrix, or 0 of none."""
+        if not address:
+            return 0
+        box, strides = (box_rows, 64), (2 * columns,)
+        raw = self.bench.memory.tensor_map(address, (rows, columns), box, strides)
+        return int(self.bench.memory.put(np.frombuffer(raw, np.uint8)))
+
     def _put(self, matrix: Array) -> int:
         address = self.bench.put(matrix.reshape(len(matrix), -1), "bf16").address
         constants = getattr(self.bench.memory, "constants", set())
@@ -232,7 +255,7 @@ class Experts:
         """The grouped kernels, in place on ``out``."""
         bench, rows, slots = self.bench, len(x), self.slots
         tile, (gate_up, down, shared_gate_up, shared_down) = GROUPED_TILES[variant], self.addresses
-        source, ids_at, weights_at = bench.put(x, "bf16", pad=8), 0, bench.memory.put(weights)
+        source, weights_at = bench.put(x, "bf16", pad=8), bench.memory.put(weights)
         order, tiles, num_tiles = _sorted(bench, ids, EXPERTS + 1, tile.rows)
         assert num_tiles == tile.tiles(ids.size, EXPERTS + 1)
         act = bench.empty((rows * slots, INNER), "bf16").address
@@ -242,10 +265,137 @@ class Experts:
         bench.run(f"moe_grouped_gate_up_bf16_{variant}", (INNER // 64, num_tiles), args)
         args = [down, shared_down, act, order, tiles, y, EXPERTS, DIM, INNER]
         bench.run(f"moe_grouped_down_bf16_{variant}", (-(-DIM // 128), num_tiles), args)
-        ids_at = bench.put_ints(ids)
-        args = [y, ids_at, weights_at, out.address, out.address, slots, DIM, out.stride, out.stride]
-        bench.run("moe_combine", (rows, -(-DIM // 1024)), args)
+        return self._combine(y, ids, weights_at, out)
+
+    def wgmma(
+        self, x: Array, ids: Array, weights: Array, out: Buffer, *, variant: str, blocks: int = 4
+    ) -> Array:
+        """The grouped kernels of Hopper, in place on ``out``."""
+        bench, rows, slots = self.bench, len(x), self.slots
+        tile, (gate_up, down, shared_gate_up, shared_down) = WGMMA_TILES[variant], self.addresses
+        source, weights_at = bench.put(x, "bf16", pad=8), bench.memory.put(weights)
+        order, tiles, num_tiles = _sorted(bench, ids, EXPERTS + 1, tile.table_rows)
+        assert num_tiles == tile.tiles(ids.size, EXPERTS + 1)
+        act = bench.empty((rows * slots, INNER), "bf16").address
+        y = bench.empty((rows * slots, DIM), "bf16").address
+        args = [self._map(gate_up, EXPERTS * 2 * INNER, DIM)]
+        args += [self._map(shared_gate_up, 2 * INNER, DIM), source.address, order, tiles, act]
+        args += [num_tiles, EXPERTS, slots, DIM, INNER, source.stride]
+        grid = (blocks, 1)
+        bench.run(f"moe_grouped_wgmma_gate_up_bf16_{variant}", grid, args)
+        args = [self._map(down, EXPERTS * DIM, INNER), self._map(shared_down, DIM, INNER)]
+        args += [self._map(act, rows * slots, INNER, 32), order, tiles, y, num_tiles]
+        bench.run(f"moe_grouped_wgmma_down_bf16_{variant}", grid, [*args, EXPERTS, DIM, INNER])
+        return self._combine(y, ids, weights_at, out)
+
+    def _combine(self, y: int, ids: Array, weights_at: int, out: Buffer) -> Array:
+        bench, stride = self.bench, out.stride
+        args = [y, bench.put_ints(ids), weights_at, out.address, out.address, self.slots, DIM]
+        bench.run("moe_combine", (len(ids), -(-DIM // 1024)), [*args, stride, stride])
         return bench.get(out)
+
+
+def _rows_of(experts: Experts, counts: list[int]) -> tuple[Array, Array, Array, Array]:
+    """x, ids, weights, residual of rows of which ``counts[e]`` chose expert e, in mixed order."""
+    chosen = np.repeat(np.arange(len(counts)), counts)
+    rows = -(-chosen.size // 2) + 1  # a choice or two are left over: none
+    ids = np.full((rows, experts.slots), -1, np.int32)
+    ids[:, :2].flat[experts.random.permutation(2 * rows)[: chosen.size]] = chosen
+    if experts.slots == 3:
+        ids[: rows - 2, 2] = EXPERTS
+    x, residual = (experts.random.standard_normal((rows, DIM)).astype(np.float32) for _ in "ab")
+    weights = experts.random.random((rows, experts.slots)).astype(np.float32)
+    return rounded(x, "bf16"), ids, weights, rounded(residual, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("counts", "shared", "blocks"),
+    [
+        ([0, 1, 63, 0, 129, 0], False, 3),
+        ([33, 0, 2, 0, 0, 97], True, 4),
+        ([0, 161, 0, 0, 0, 1], False, 7),
+        ([0] * 6, False, 2),
+    ],
+)
+def test_wgmma_and_mma(bench: Bench, counts: list[int], shared: bool, blocks: int) -> None:
+    """The same bits from both grouped forms, for any rows of an expert."""
+    experts = Experts(bench, shared=shared, seed=sum(counts))
+    x, ids, weights, residual = _rows_of(experts, counts)
+    run = experts.wgmma(
+        x, ids, weights, bench.put(residual, "bf16", pad=8), variant="w160", blocks=blocks
+    )
+    close(run, experts.want(x, ids, weights, residual), "bf16", 1e-2)
+    again = experts.grouped(x, ids, weights, bench.put(residual, "bf16", pad=8), variant="r64")
+    np.testing.assert_array_equal(run, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bench", ["gpu"], indirect=True)
+@pytest.mark.parametrize("variant", WGMMA_TILES)
+@pytest.mark.parametrize(
+    ("counts", "blocks"),
+    [([0, 1, 700, 321, 40, 161], 132), ([2, 0, 0, 319, 320, 17], 10), ([0, 0, 5, 0, 0, 0], 2)],
+)
+def test_wgmma_at_length(bench: Bench, variant: str, counts: list[int], blocks: int) -> None:
+    """On Hopper: tables of several turns of every thread block, also in clusters."""
+    experts = Experts(bench, shared=True, seed=sum(counts))
+    x, ids, weights, residual = _rows_of(experts, counts)
+    want = experts.grouped(x, ids, weights, bench.put(residual, "bf16"), variant="r64")
+    for _ in range(3):
+        out = bench.put(residual, "bf16")
+        run = experts.wgmma(x, ids, weights, out, variant=variant, blocks=blocks)
+        np.testing.assert_array_equal(run, want)
+
+
+def test_the_op_takes_wgmma_on_hopper(ptx_of: Callable[[str], str]) -> None:
+    case = next(case for case in cases.moe_experts() if case.id == "bf16-T40")
+    names, results = list(inspect.signature(OPS["moe_experts"]).parameters), []
+    for arch, part in (
+        ("sm_90a", "grouped_wgmma_gate_up_bf16_w160"),
+        ("sm_80", "gate_up_bf16_r64"),
+    ):
+        queue = BenchQueue(machine_bench(ptx_of), arch)
+        results.append(run_op(queue, "moe_experts", moe_experts, names, case)["out"])
+        assert part in queue.launched[1]
+    np.testing.assert_array_equal(*results)
+
+
+_WAIT = "wgmma.wait_group.sync.aligned"
+FAULTS = {
+    "sums read before they are there": (f"{_WAIT} 0;", ""),
+    "a stage not given back": ("@p mbarrier.arrive.shared::cta.b64 _, ", "@p prefetch.global.L2 "),
+    "rows announced before they are there": ("cp.async.wait_group 2;", ""),
+    "a buffer written too early": ("bar.sync ", "prefetch.global.L2 "),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_machine_sees_what_a_grouped_kernel_gets_wrong(
+    ptx_of: Callable[[str], str], fault: str
+) -> None:
+    """Otherwise the test above would prove little."""
+    right, wrong = FAULTS[fault]
+    part = "gate_up"
+    assert right in ptx_of(f"moe_grouped_wgmma_{part}_bf16_w160")
+
+    def broken(name: str) -> str:
+        return ptx_of(name).replace(right, wrong) if f"wgmma_{part}" in name else ptx_of(name)
+
+    with pytest.raises(AssertionError):
+        _run_in_order(broken, 1)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_warps_may_run_in_any_order(ptx_of: Callable[[str], str], order: int) -> None:
+    _run_in_order(ptx_of, order)
+
+
+def _run_in_order(ptx_of: Callable[[str], str], order: int) -> None:
+    bench = machine_bench(ptx_of, order)
+    experts = Experts(bench, shared=False)
+    x, ids, weights, residual = _rows_of(experts, [20, 0, 40, 0, 0, 3])
+    run = experts.wgmma(x, ids, weights, bench.put(residual, "bf16"), variant="w160", blocks=1)
+    close(run, experts.want(x, ids, weights, residual), "bf16", 1e-2)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -329,7 +479,7 @@ def test_padding_reads_no_experts(bench: Bench) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bench", ["gpu"], indirect=True)
-def test_bits_of_a_row_depend_on_the_row_alone(bench: Bench) -> None:
+def test_bits_of_a_row_depend_on_the_row_alone(bench: Bench, gpu: Any) -> None:
     experts = Experts(bench, shared=True)
     rows = 300
     x = rounded(experts.random.standard_normal((rows, DIM)).astype(np.float32), "bf16")
@@ -339,8 +489,13 @@ def test_bits_of_a_row_depend_on_the_row_alone(bench: Bench) -> None:
     for variant in GROUPED_TILES:
         out = bench.put(residual, "bf16")
         runs.append(experts.grouped(x, ids, weights, out, variant=variant))
-    np.testing.assert_array_equal(runs[0], runs[1])
-    np.testing.assert_array_equal(runs[0], runs[2])
+    hopper = gpu.arch == "sm_90a"
+    for variant in WGMMA_TILES if hopper else ():
+        for blocks in (2, 132):
+            out = bench.put(residual, "bf16")
+            runs.append(experts.wgmma(x, ids, weights, out, variant=variant, blocks=blocks))
+    for run in runs[1:]:
+        np.testing.assert_array_equal(runs[0], run)
     runs_alone = ((0, 1, "r1"), (0, 1, "r8"), (7, 2, "r2"), (40, 4, "r4"), (11, 8, "r8"))
     for first, count, variant in runs_alone:
         part = slice(first, first + count)

@@ -648,6 +648,31 @@ def moe_experts() -> Iterator[Case]:
             groups=3,
         )
 
+    # More than 16 rows for an expert on average; expert 5 has none.
+    rng = _rng(15, 98)
+    ids = np.stack([rng.permutation(5)[:3] for _ in range(40)]).astype(np.int32)
+    out = _normal(rng, 40, 128)
+    yield Case(
+        "bf16-T40",
+        (
+            _normal(rng, 40, 128) / 16,
+            random_matrix(rng, "bf16", 6 * 128, 128),
+            random_matrix(rng, "bf16", 6 * 128, 64),
+            ids,
+            np.abs(_normal(rng, 40, 3)),
+            "silu",
+        ),
+        {
+            "expert_gate_up": _nan(40, 3, 128),
+            "expert_activated": _nan(40, 3, 64),
+            "expert_out": _nan(40, 3, 128),
+            "out": out,
+        },
+        {"out": out},
+        2e-5,
+        groups=6,
+    )
+
     # Experts of more than six tiles, with a row, two or none.
     for n, (format, dim) in enumerate([("f32", 107), ("q8_0", 224)]):
         rng = _rng(15, 99, n)

@@ -11,9 +11,13 @@ from atlas_kernels.moe_plan import (
     DOWN_TILES,
     GATE_UP_TILES,
     GROUPED_TILES,
+    HALF_ROWS,
+    ROW_BOX,
+    WGMMA_TILES,
     decode_variant,
     grouped_variant,
     route_variant,
+    wgmma_variant,
 )
 
 from atlas.backends.cuda.array import DeviceArray
@@ -121,20 +125,45 @@ def moe_experts(
         grid = (min(blocks, dim // COLUMNS), 1)
         queue.launch(f"moe_down_bf16_{variant}", grid, (*args, *out.strides[:1] * 2))
         return
-    variant = grouped_variant(rows, experts=experts, slots=slots)
-    tile, pairs = GROUPED_TILES[variant], rows * slots
     groups = experts + (shared_down is not None)
-    num_tiles = tile.tiles(pairs, groups)
-    tiles = queue.scratch(num_tiles * _TILE_ENTRY_BYTES + 4 * pairs)
-    order = tiles + num_tiles * _TILE_ENTRY_BYTES
-    args = (ids, order, tiles, pairs, groups, tile.rows, num_tiles)
-    queue.launch("moe_sort", (groups, 1), args)
-    args = (weight, last_up, x, order, tiles, act, experts, slots, dim, inner, x.strides[0])
-    queue.launch(f"moe_grouped_gate_up_bf16_{variant}", (inner // 64, num_tiles), args)
-    args = (second, last_down, act, order, tiles, expert_out, experts, dim, inner)
-    queue.launch(f"moe_grouped_down_bf16_{variant}", (dim // 128, num_tiles), args)
+    wide = wgmma_variant(rows, experts=groups, slots=slots)
+    if wide is None or queue.device.arch != "sm_90a":
+        variant = grouped_variant(rows, experts=experts, slots=slots)
+        tile = GROUPED_TILES[variant]
+        order, tiles, count = _sort(queue, ids, groups, tile.table_rows)
+        args = (weight, last_up, x, order, tiles, act, experts, slots, dim, inner, x.strides[0])
+        queue.launch(f"moe_grouped_gate_up_bf16_{variant}", (inner // 64, count), args)
+        args = (second, last_down, act, order, tiles, expert_out, experts, dim, inner)
+        queue.launch(f"moe_grouped_down_bf16_{variant}", (dim // 128, count), args)
+    else:
+        wgmma = WGMMA_TILES[wide]
+        order, tiles, count = _sort(queue, ids, groups, wgmma.table_rows)
+        grid = (wgmma.grid(queue.device.num_sms), 1)
+        maps = (_map(queue, gate_up), _map(queue, shared_gate_up))
+        args = (*maps, x, order, tiles, act, count, experts, slots, dim, inner, x.strides[0])
+        matrices = (gate_up, down, shared_gate_up, shared_down)
+        queue.launch(f"moe_grouped_wgmma_gate_up_bf16_{wide}", grid, args, matrices)
+        maps = (_map(queue, down), _map(queue, shared_down))
+        act_map = queue.tensor_map(act, (ROW_BOX, 64), shape=(rows * slots, inner))
+        args = (*maps, act_map, order, tiles, expert_out, count, experts, dim, inner)
+        queue.launch(f"moe_grouped_wgmma_down_bf16_{wide}", grid, args, (act, *matrices))
     args = (expert_out, ids, weights, out, out, slots, dim, out.strides[0], out.strides[0])
     queue.launch("moe_combine", (rows, -(-dim // _COMBINE_COLUMNS)), args)
+
+
+def _sort(queue: Queue, ids: DeviceArray, groups: int, rows: int) -> tuple[int, int, int]:
+    """Pairs by expert: addresses of their order and of the table of tiles, entries of the table."""
+    pairs = ids.shape[0] * ids.shape[1]
+    count = pairs // rows + groups  # as ``tiles`` of the kernels' tile
+    tiles = queue.scratch(count * _TILE_ENTRY_BYTES + 4 * pairs)
+    order = tiles + count * _TILE_ENTRY_BYTES
+    queue.launch("moe_sort", (groups, 1), (ids, order, tiles, pairs, groups, rows, count))
+    return order, tiles, count
+
+
+def _map(queue: Queue, matrix: DeviceMatrix | None) -> int:
+    """The tensor map of a matrix, or 0 of none."""
+    return 0 if matrix is None else queue.tensor_map(matrix.values, (HALF_ROWS, 64))
 
 
 def _require_contiguous(**arrays: DeviceArray) -> None:
