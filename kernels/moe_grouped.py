@@ -2,8 +2,9 @@
 
 A thread block takes a tile of ``moe_sort``'s table: rows that chose one expert, gathered from x,
 against columns of that expert's matrix. Stages of 64 k come by ``cp.async``: lines of 128 bytes
-whose 16-byte pieces are swapped by the line's number modulo 8. The order of summation is that of
-``moe_plan``. Gate and up come in pairs of 8 columns, so that both lie in one tile.
+whose halves are swapped in odd lines, so that loads of 16 bytes, four lanes a line, meet no bank
+twice. The order of summation is that of ``moe_plan``. Gate and up come in pairs of 8 columns, so
+that both lie in one tile.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from atlas_kernels.ptx_memory import (
     store_b32x2,
     store_shared_b64,
 )
-from atlas_kernels.ptx_mma import ldmatrix_columns
 from atlas_kernels.ptx_warp import block_x, block_y, lane_id, sync_threads, thread_x
 from atlas_kernels.registry import kernel
 
@@ -42,31 +42,34 @@ _sources = shared_buffer("atlas_moe_sources", 8 * 128)
 
 
 @cache
-def _load_rows(count: int) -> Any:
-    """(address) → A's registers for ``count`` tiles of 16 rows, lines of 128 bytes."""
+def _load_lines(count: int) -> Any:
+    """(address) → 16 bytes of every eighth of 8 · ``count`` lines of 128 bytes."""
     lines = []
     for i in range(count):
         registers = ", ".join(f"${4 * i + j}" for j in range(4))
-        source = f"${4 * count} + {2048 * i}"
-        lines.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{registers}}}, [{source}];")
-    return instruction(f"r{4 * count}", "r", "\n".join(lines), collective=True)
+        lines.append(f"ld.shared.v4.b32 {{{registers}}}, [${4 * count} + {1024 * i}];")
+    return instruction(f"r{4 * count}", "r", "\n".join(lines))
 
 
 @cache
 def _multiply(rows: int, columns: int) -> Any:
-    """(sums, a, b) → sums + a · b for ``rows`` tiles of 16 by ``columns`` tiles of 8."""
-    count = 4 * rows * columns
-    lines = []
-    for i in range(rows):
-        a = ", ".join(f"${2 * count + 4 * i + r}" for r in range(4))
-        for j in range(columns):
-            c = ", ".join(f"${4 * (i * columns + j) + r}" for r in range(4))
-            b = 2 * count + 4 * rows + 2 * j
-            lines.append(
-                "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-                f" {{{c}}}, {{{a}}}, {{${b}, ${b + 1}}}, {{{c}}};"
-            )
-    words = f"r{4 * rows} r{2 * columns}"
+    """(sums, a, b) → sums + a · b for ``rows`` tiles of 16 by ``columns`` tiles of 8.
+
+    32 elements of K, of ``_load_lines``: two steps in the order of ``moe_plan``.
+    """
+    count, lines = 4 * rows * columns, []
+    for step in (0, 1):
+        for i in range(rows):
+            low = 2 * count + 8 * i + 2 * step
+            a = ", ".join(f"${low + r}" for r in (0, 4, 1, 5))
+            for j in range(columns):
+                c = ", ".join(f"${4 * (i * columns + j) + r}" for r in range(4))
+                b = 2 * count + 8 * rows + 4 * j + 2 * step
+                lines.append(
+                    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+                    f" {{{c}}}, {{{a}}}, {{${b}, ${b + 1}}}, {{{c}}};"
+                )
+    words = f"r{8 * rows} r{4 * columns}"
     return instruction(f"+f{count}", words, "\n".join(lines), ordered=False, collective=True)
 
 
@@ -90,7 +93,7 @@ def _product(tile: GroupedTile, *, gated: bool) -> Any:
     lines_each, pitch = tile.threads // 8, tile_pitch(tile)
     weight_lines = tile.columns // lines_each
     lines_apart = lines_each // 2 if gated else lines_each  # rows of W between a thread's lines
-    load_a, load_b = _load_rows(tall), ldmatrix_columns(tile.warp_columns, 128)
+    load_a, load_b = _load_lines(2 * tall), _load_lines(wide)
     multiply, store = _multiply(tall, wide), _store_sums(tall, wide, pitch)
     zero, wait, drain = vector_zero(4 * tall * wide), copy_wait(stages - 2), copy_wait(0)
 
@@ -105,11 +108,11 @@ def _product(tile: GroupedTile, *, gated: bool) -> Any:
     @device
     def copy_stage(at, step, sources, weights, weight_stride):
         line, piece = thread_x() >> 3, thread_x() & 7
-        place = i32(line * 128 + ((piece ^ line) & 7) * 16)
+        place = i32(line * 128 + (piece ^ (line & 1) * 4) * 16)
         along = i64(step) * 128 + piece * 16
         for i in range(line, rows, lines_each):
             source = load_shared_b64(sources + i * 8)
-            copy16(i32(at + i * 128 + ((piece ^ i) & 7) * 16), source + along)
+            copy16(i32(at + i * 128 + (piece ^ (i & 1) * 4) * 16), source + along)
         for i in range(weight_lines):
             target = i32(at + weights_at + place + i * (lines_each * 128))
             copy16(target, weights + i * (lines_apart * weight_stride) + along)
@@ -125,8 +128,9 @@ def _product(tile: GroupedTile, *, gated: bool) -> Any:
                 copy_stage(i32(base + i * stage_bytes), i, sources, weights, weight_stride)
             else:
                 copy_commit()
-        a_at = i32((first_row + (lane & 15)) * 128)
-        b_at = i32(weights_at + (first_column + (lane & 7) + (lane >> 4) * 8) * 128)
+        a_at = i32((first_row + (lane >> 2)) * 128 + (lane & 3) * 16)
+        b_at = i32(weights_at + (first_column + (lane >> 2)) * 128 + (lane & 3) * 16)
+        swapped = i32((lane >> 2 & 1) * 64)
         total = zero()
         stage, free = i32(0), i32(ahead)
         for i in range(steps):
@@ -139,10 +143,11 @@ def _product(tile: GroupedTile, *, gated: bool) -> Any:
             else:
                 copy_commit()
             at = i32(base + stage * stage_bytes)
-            for step in range(4):
-                a = load_a(i32(at + a_at + ((step * 2 + (lane >> 4)) ^ (lane & 7)) * 16))
-                b = load_b(i32(at + b_at + ((step * 2 + (lane >> 3 & 1)) ^ (lane & 7)) * 16))
-                total = multiply(total, a, b)
+            for half in range(0, 128, 64):
+                side = half ^ swapped
+                total = multiply(
+                    total, load_a(i32(at + a_at + side)), load_b(i32(at + b_at + side))
+                )
             free = stage
             stage = i32(stage + 1)
             if stage == stages:

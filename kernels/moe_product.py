@@ -1,0 +1,102 @@
+"""Products of a mixture of experts: 8 rows of weights, straight from global memory.
+
+A *group* is 64 elements of K of 8 rows of weights. Lane (g, t) = (lane / 4, lane % 4) holds of row
+g the 8 elements from 8 t, and the 8 from 32 + 8 t: two loads of 16 bytes, used as the tensor core's
+B as they are. The activations' A is loaded alike. So k is permuted, the same way in both factors:
+see "Order" in ``moe_plan``. A warp keeps ``depth`` groups in registers or on their way there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atlas_kernels._cuda import device, i32
+from atlas_kernels.ptx import instruction
+from atlas_kernels.ptx_memory import load_b32x4, store_shared_b32x4
+from atlas_kernels.ptx_warp import num_threads_x, sync_threads, thread_x
+
+GROUP = 64
+"""Elements of K."""
+GROUP_BYTES = 2 * GROUP
+
+_WEIGHTS = "ld.global.nc.L1::no_allocate.L2::256B.v4.b32"  # read once: past L1
+_ROWS = {False: "ld.global.v4.b32", True: "ld.shared.v4.b32"}
+_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+
+
+def _load(operation: str, space: str, group: int, *, kept: bool = True) -> Any:
+    """(registers, address of group 0, number of groups) → group ``group``, if there is such a one.
+
+    Else the registers stay as they are, or are undefined where none is ``kept``: no branch, so all
+    of a batch is one block of code.
+    """
+    first, at = 16 if kept else 8, group * GROUP_BYTES
+    lines = [f"{{ .reg .pred p; setp.gt.s32 p, ${first + 1}, {group};"]
+    lines.append(f"@p {operation} {{$0, $1, $2, $3}}, [${first} + {at}];")
+    lines.append(f"@p {operation} {{$4, $5, $6, $7}}, [${first} + {at + 64}]; }}")
+    return instruction("+r8" if kept else "r8", f"{space} r", "\n".join(lines))
+
+
+def _multiply(place: int) -> Any:
+    """(sums, activations, weights, 0, groups) → sums with group ``place``, if there is such a one.
+
+    Four k16 steps; A's lower 8 rows are zeros.
+    """
+    lines = [f"{{ .reg .pred p; setp.gt.s32 p, $25, {place};"]
+    for a, b in ((8, 16), (10, 18), (12, 20), (14, 22)):
+        words = f"{{${a}, $24, ${a + 1}, $24}}, {{${b}, ${b + 1}}}"
+        lines.append(f"@p {_MMA} {{$0, $1, $2, $3}}, {words}, {{$0, $1, $2, $3}};")
+    return instruction("+f4", "r8 r8 r r", "\n".join([*lines, "}"]), ordered=False, collective=True)
+
+
+def load_rows(*, staged: bool) -> Any:
+    """(address, groups) → the first group of activations, from shared memory if ``staged``."""
+    return _load(_ROWS[staged], "r" if staged else "l", 0, kept=False)
+
+
+def ask_groups(depth: int, place: int = 0) -> Any:
+    """(address, groups) → a ring: ask for the first ``depth`` groups of a unit, if it has them."""
+    load = _load(_WEIGHTS, "l", place, kept=False)
+    if place + 1 == depth:
+        return device(lambda source, groups: (load(source, groups),))
+    rest = ask_groups(depth, place + 1)
+    return device(lambda source, groups: (load(source, groups), *rest(source, groups)))
+
+
+def multiply_groups(depth: int, place: int = 0, *, staged: bool) -> Any:
+    """Multiply a ring of groups, an even number, and ask for new ones as soon as two are used.
+
+    (sums, ring, activations, their address, groups left of the unit, address and number of those to
+    ask for) → (sums, ring, activations). Of the activations the next group is asked for as well.
+    The assembler gathers loads at the end of a block of code, so here branches set them apart.
+    """
+    if place == depth:
+        return device(lambda total, ring, held, rows, left, source, count: (total, ring, held))
+    first, second = _multiply(place), _multiply(place + 1)
+    one, two = (_load(_WEIGHTS, "l", place + i) for i in (0, 1))
+    next_one, next_two = (_load(_ROWS[staged], "r" if staged else "l", place + i) for i in (1, 2))
+    rest = multiply_groups(depth, place + 2, staged=staged)
+
+    @device
+    def turn(total, ring, held, rows, left, source, count):
+        if left > place:
+            total = first(total, held, ring[0], i32(0), left)
+            held = next_one(held, rows, left)
+            total = second(total, held, ring[1], i32(0), left)
+            held = next_two(held, rows, left)
+        a, b = ring[0], ring[1]
+        if count > place:
+            a, b = one(a, source, count), two(b, source, count)
+        return rest(total, (*ring[2:], a, b), held, rows, left, source, count)
+
+    return turn
+
+
+@device
+def stage_rows(base, source, num_bytes):
+    """Activations into shared memory, by all threads; ends in a barrier."""
+    at, step = i32(thread_x() * 16), i32(num_threads_x() * 16)
+    while at < num_bytes:
+        store_shared_b32x4(i32(base + at), load_b32x4(source + at))
+        at = i32(at + step)
+    sync_threads()
