@@ -74,13 +74,15 @@ GATE_UP_TILES: dict[str, DecodeTile] = {
     "r1": DecodeTile(1, 6, 16, 2, _STAGED),  # half of a unit of K = 2048, and about one unit a warp
     "r1b": DecodeTile(1, 8, 8, 2, _STAGED),
     "r8": DecodeTile(8, 8, 8, 2),
+    "r8b": DecodeTile(8, 6, 12, 2),
 }
-"""``moe_gate_up_bf16_<variant>``; ``r1b`` is what ``benchmarks/gpu_moe.py --tune`` compares."""
+"""``moe_gate_up_bf16_<variant>``; those in b are what ``benchmarks/gpu_moe.py --tune`` compares."""
 
 DOWN_TILES: dict[str, DecodeTile] = {
     "r1": DecodeTile(1, 9, 6, 2, _STAGED),  # 8 experts and a shared one: a warp each
-    "r1b": DecodeTile(1, 8, 12, 2, _STAGED),
+    "r1b": DecodeTile(1, 8, 10, 2, _STAGED),
     "r8": DecodeTile(8, 8, 8, 2),
+    "r8b": DecodeTile(8, 6, 12, 2),
 }
 """``moe_down_bf16_<variant>``."""
 
@@ -102,11 +104,12 @@ def decode_variant(rows: int, *, dim: int, inner: int, slots: int) -> str | None
 
 
 def fits(name: str, rows: int, *, dim: int, inner: int, slots: int) -> bool:
-    """Whether the decode kernels of a name take so many rows, and have room for activations."""
+    """Whether the decode kernels of a name have threads for the choices of the rows, and room."""
     gate_up, down = GATE_UP_TILES[name], DOWN_TILES[name]
     has_room = not gate_up.is_staged or 2 * dim <= gate_up.shared_bytes
     has_room = has_room and (not down.is_staged or 2 * inner * slots <= down.shared_bytes)
-    return has_room and rows <= gate_up.rows
+    has_threads = rows == 1 or rows * slots <= min(gate_up.threads, down.threads)
+    return has_room and has_threads and rows <= gate_up.rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,17 @@ _ROWS = {False: "ld.global.v4.b32", True: "ld.shared.v4.b32"}
 _MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 
 
-def _load(operation: str, space: str, group: int, *, kept: bool = True) -> Any:
+def _load(operation: str, space: str, group: int) -> Any:
+    """(address of group 0) → group ``group``."""
+    lines = [f"{operation} {{$0, $1, $2, $3}}, [$8 + {group * GROUP_BYTES}];"]
+    lines.append(f"{operation} {{$4, $5, $6, $7}}, [$8 + {group * GROUP_BYTES + 64}];")
+    return instruction("r8", space, "\n".join(lines))
+
+
+def _load_if(operation: str, space: str, group: int, *, kept: bool = True) -> Any:
     """(registers, address of group 0, number of groups) → group ``group``, if there is such a one.
 
-    Else the registers stay as they are, or are undefined where none is ``kept``: no branch, so all
-    of a batch is one block of code.
+    Else the registers stay as they are, or are undefined where none is ``kept``. It is no branch.
     """
     first, at = 16 if kept else 8, group * GROUP_BYTES
     lines = [f"{{ .reg .pred p; setp.gt.s32 p, ${first + 1}, {group};"]
@@ -37,26 +43,28 @@ def _load(operation: str, space: str, group: int, *, kept: bool = True) -> Any:
     return instruction("+r8" if kept else "r8", f"{space} r", "\n".join(lines))
 
 
-def _multiply(place: int) -> Any:
-    """(sums, activations, weights, 0, groups) → sums with group ``place``, if there is such a one.
+def _multiply(place: int | None = None) -> Any:
+    """(sums, activations, weights, 0, groups) → sums with a group: four k16 steps.
 
-    Four k16 steps; A's lower 8 rows are zeros.
+    With a place only if there is such a group. A's lower 8 rows are zeros.
     """
-    lines = [f"{{ .reg .pred p; setp.gt.s32 p, $25, {place};"]
+    lines, guard = [], "" if place is None else "@p "
     for a, b in ((8, 16), (10, 18), (12, 20), (14, 22)):
         words = f"{{${a}, $24, ${a + 1}, $24}}, {{${b}, ${b + 1}}}"
-        lines.append(f"@p {_MMA} {{$0, $1, $2, $3}}, {words}, {{$0, $1, $2, $3}};")
-    return instruction("+f4", "r8 r8 r r", "\n".join([*lines, "}"]), ordered=False, collective=True)
+        lines.append(f"{guard}{_MMA} {{$0, $1, $2, $3}}, {words}, {{$0, $1, $2, $3}};")
+    if place is not None:
+        lines = [f"{{ .reg .pred p; setp.gt.s32 p, $25, {place};", *lines, "}"]
+    return instruction("+f4", "r8 r8 r r", "\n".join(lines), ordered=False, collective=True)
 
 
 def load_rows(*, staged: bool) -> Any:
     """(address, groups) → the first group of activations, from shared memory if ``staged``."""
-    return _load(_ROWS[staged], "r" if staged else "l", 0, kept=False)
+    return _load_if(_ROWS[staged], "r" if staged else "l", 0, kept=False)
 
 
 def ask_groups(depth: int, place: int = 0) -> Any:
     """(address, groups) → a ring: ask for the first ``depth`` groups of a unit, if it has them."""
-    load = _load(_WEIGHTS, "l", place, kept=False)
+    load = _load_if(_WEIGHTS, "l", place, kept=False)
     if place + 1 == depth:
         return device(lambda source, groups: (load(source, groups),))
     rest = ask_groups(depth, place + 1)
@@ -72,9 +80,10 @@ def multiply_groups(depth: int, place: int = 0, *, staged: bool) -> Any:
     """
     if place == depth:
         return device(lambda total, ring, held, rows, left, source, count: (total, ring, held))
-    first, second = _multiply(place), _multiply(place + 1)
-    one, two = (_load(_WEIGHTS, "l", place + i) for i in (0, 1))
-    next_one, next_two = (_load(_ROWS[staged], "r" if staged else "l", place + i) for i in (1, 2))
+    first, second = _multiply(), _multiply(place + 1)
+    one, two = _load(_WEIGHTS, "l", place), _load_if(_WEIGHTS, "l", place + 1)
+    space = "r" if staged else "l"
+    next_one, next_two = (_load_if(_ROWS[staged], space, place + i) for i in (1, 2))
     rest = multiply_groups(depth, place + 2, staged=staged)
 
     @device
@@ -86,7 +95,7 @@ def multiply_groups(depth: int, place: int = 0, *, staged: bool) -> Any:
             held = next_two(held, rows, left)
         a, b = ring[0], ring[1]
         if count > place:
-            a, b = one(a, source, count), two(b, source, count)
+            a, b = one(source), two(b, source, count)
         return rest(total, (*ring[2:], a, b), held, rows, left, source, count)
 
     return turn

@@ -23,9 +23,10 @@ from atlas_kernels.ptx_warp import (
     block_x,
     lane_id,
     lanes,
+    reduce_max_s32,
+    reduce_max_u32,
     shuffle_f32,
     warp_max,
-    warp_max_i64,
     warp_sum,
 )
 from atlas_kernels.registry import kernel
@@ -82,6 +83,15 @@ def _key(value, e, _, experts):
     bits = float_bits(value + f32(0))
     order = bits ^ ((bits >> 31) & _MAGNITUDE)
     return i64((i64(order) << 32) | (_LOW - i64(e))) if e < experts else i64(_LEAST)
+
+
+@device
+def _warp_max_key(key):
+    """Greatest key of the warp: its value, then the id among the lanes that have it."""
+    value = i32(key >> 32)
+    greatest = reduce_max_s32(value)
+    tail = reduce_max_u32(i32(key & _LOW) if value == greatest else i32(0))
+    return i64((i64(greatest) << 32) | (i64(tail) & _LOW))
 
 
 @device
@@ -191,7 +201,7 @@ def make_moe_route(count: int) -> Any:
             keys = keys_of(values, lane, i32(0), experts)
             j, step = i32(0), i32(lanes() >> 5)
             while j < top_k:
-                winner = warp_max_i64(best_of(keys))
+                winner = _warp_max_key(best_of(keys))
                 keys = remove(keys, lane, winner, i32(0))
                 if lane == j:
                     own = i32(_LOW - (winner & _LOW))

@@ -262,6 +262,11 @@ class _Block:
                 kept = int(operands[3], 0) >> 8 & 31
                 lane = own // WARP * WARP + (own & kept | lane & 31 & ~kept)
             self._write(operands[0], self._read(operands[1])[lane], active)
+        elif name == "redux":
+            warps_of(active)
+            values = typed(self._read(operands[1]), parts[3]).reshape(-1, WARP)
+            greatest = np.repeat(values.max(axis=1), WARP)
+            self._write(operands[0], raw_bits(greatest, parts[3]), active)
         elif name == "vote":
             self._ballot(operands, active)
         elif name == "mov":
