@@ -38,7 +38,6 @@ PAIRS = ("c16_x2", "c32_x2")
 KERNELS = (
     "causal_conv_bf16",
     "gated_delta_mixer_step_d128_bf16",
-    "gated_delta_mixer_step_d128_bf16_ahead",
     "gated_delta_step_d128_bf16",
     "gated_delta_chunk_d128_bf16",
     *(f"gated_delta_prefill_d128_{form}" for form in FORMS),
@@ -121,9 +120,7 @@ class Delta:
     def gates(self) -> list[int]:
         return [self.a.data_ptr(), self.b.data_ptr()]
 
-    def mix(
-        self, part: list[int], write: bool = True, layer: int | None = None, form: str = ""
-    ) -> None:
+    def mix(self, part: list[int], write: bool = True, layer: int | None = None) -> None:
         """The fused step of one layer."""
         layer = next(self.turn) if layer is None else layer
         ranges, targets = self.ranges, self.ranges.slots if write else self.ranges.nowhere
@@ -135,7 +132,7 @@ class Delta:
         args += [self.key_heads, self.value_heads, *[self.stride] * 3]
         args += [self.mixed.stride(0) * 2, EPS]
         grid = (ranges.batch * self.value_heads, 1)
-        self.gpu.run(f"gated_delta_mixer_step_d128_bf16{form}", grid, args)
+        self.gpu.run("gated_delta_mixer_step_d128_bf16", grid, args)
 
     def convolve(self, part: list[int]) -> None:
         layer, ranges = next(self.turn), self.ranges
@@ -282,10 +279,6 @@ def check_step(gpu: Gpu) -> Figures:
     gpu.stream.sync()
     equal &= torch.equal(layer.mixed, together) and torch.equal(layer.states, states)
     again()
-    layer.mix(everything, form="_ahead")
-    gpu.stream.sync()
-    equal &= torch.equal(layer.mixed, together) and torch.equal(layer.states, left[0])
-    again()
     layer.convolve(everything)
     layer.step(everything)
     gpu.stream.sync()
@@ -336,9 +329,6 @@ def step_figures(gpu: Gpu) -> Iterator[Figures]:
             figures["TB/s"] = moved / time_us / 1e6
             figures["us, no state written"] = gpu.microseconds(
                 lambda layer=layer, part=part: layer.mix(part, write=False), count
-            )
-            figures["us, ahead"] = gpu.microseconds(
-                lambda layer=layer, part=part: layer.mix(part, form="_ahead"), count
             )
             if rows == 1:
                 figures["us, recurrence alone"] = gpu.microseconds(

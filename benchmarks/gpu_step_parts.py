@@ -1,6 +1,6 @@
 """Where a decode step's time goes: the step's graph, and the same graph without some kernels.
 
-    python benchmarks/gpu_step_parts.py qwen3-8b [--batches 1 8]
+    python benchmarks/gpu_step_parts.py qwen3-8b [--batches 1 8] [--context 256]
 
 The launches of one decode step are recorded as the engine records them; graphs of subsets of them
 are replayed back to back. What a kind of kernel costs in the step is the difference to the whole,
@@ -56,9 +56,9 @@ def microseconds(runtime: Any, recording: Recording, count: int = 30) -> float:
     return statistics.median(times[1:])
 
 
-def take_apart(engine: Engine, batch: int) -> None:
+def take_apart(engine: Engine, batch: int, context: int = 256) -> None:
     """Run a batch, so that tables and lengths are real; then time graphs of its step's parts."""
-    prompt = list(range(20, 148))
+    prompt = list(range(20, 20 + context - 8))
     engine.generate([prompt] * batch, SamplingParams(max_tokens=8, ignore_eos=True))
     core: Any = engine._loaded.core
     runtime = core.runtime
@@ -90,6 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shapes", nargs="+", choices=sorted(SHAPES))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--context", type=int, default=256, help="tokens of each sequence")
     args = parser.parse_args()
     print(ceilings())
     for name in args.shapes:
@@ -99,7 +100,7 @@ def main() -> None:
             checkpoint, "cuda", max_running=max(args.batches), kv_tokens=65536, max_seq_len=1024
         ) as engine:
             for batch in args.batches:
-                take_apart(engine, batch)
+                take_apart(engine, batch, args.context)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,6 @@ from atlas_kernels.vector import Access, access
 
 AHEAD = 264
 """Thread blocks that an H200 holds at a time, two on each SM."""
-AHEAD_VARIANTS = {"d128_bf16_ahead": (*VARIANTS["d128_bf16"], True)}
 
 
 @kernel(
@@ -60,7 +59,7 @@ AHEAD_VARIANTS = {"d128_bf16_ahead": (*VARIANTS["d128_bf16"], True)}
     args="ptr " * 16 + "i32 i32 i64 i64 i64 i64 f32",
     threads=num_threads,
     min_blocks=2,
-    variants={name: (*sizes, False) for name, sizes in VARIANTS.items()} | AHEAD_VARIANTS,
+    variants={name: (*sizes, name == "d128_bf16") for name, sizes in VARIANTS.items()},
 )
 def make_gated_delta_mixer_step(dim: int, rows: Access, ahead: bool) -> Any:
     """Convolution (4 taps, no bias), ``gated_delta_step`` and ``gated_rmsnorm``; grid (N · HV).

@@ -174,14 +174,3 @@ def vector_shift(width: int) -> Any:
 def vector_sum(width: int) -> Any:
     """(s, a) → s + Σ a, ascending."""
     return typed_intrinsic(f32(f32, types.UniTuple(f32, width)), _sum)
-
-
-def vector_fma(width: int) -> Any:
-    """(a, b, c) → a · b + c, elementwise on tuples of float32, rounded once."""
-    vector = types.UniTuple(f32, width)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows = [[builder.extract_value(arg, i) for arg in args] for i in range(width)]
-        return context.make_tuple(builder, vector, [builder.fma(*row) for row in rows])
-
-    return typed_intrinsic(vector(vector, vector, vector), codegen)

@@ -174,6 +174,32 @@ class Detokenizer:
                 piece = piece.removeprefix(b" ")
         return self._decoder.decode(piece)
 
+    def extend(self, token_ids: list[int]) -> str | None:
+        """The text of several tokens; None, and nothing taken, where they end within a character.
+
+        Raises
+        ------
+        TokenizerError
+            As `push`; nothing is changed.
+        """
+        known, skipped = self._tokenizer.tokens, self._skipped
+        pieces = [
+            self._tokenizer.token_bytes(token_id)
+            for token_id in token_ids
+            if token_id not in skipped
+            and (token_id in known or not 0 <= token_id < self._vocab_size)
+        ]
+        whole = b"".join(pieces)
+        before = self._decoder.getstate()
+        if whole and self._at_start and self._strips:
+            whole = whole.removeprefix(b" ")
+        text = self._decoder.decode(whole)
+        if self.num_pending_bytes:
+            self._decoder.setstate(before)
+            return None
+        self._at_start = self._at_start and not any(pieces)
+        return text
+
     def flush(self) -> str:
         """End the text: return what is held (U+FFFD for a cut character) and start afresh."""
         rest = self._decoder.decode(b"", final=True)

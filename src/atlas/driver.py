@@ -49,7 +49,8 @@ class Driver:
             max_waiting = whole_number("max_waiting", max_waiting, 1)
         self._max_waiting = max_waiting
         self._step_lock = threading.RLock()
-        self._state = threading.Condition()  # guards everything below
+        self._lock = threading.RLock()  # guards everything below
+        self._state = threading.Condition(self._lock)
         self._live: dict[str, LiveRequest] = {}
         self._inbox: deque[LiveRequest] = deque()
         self._cancels: deque[str] = deque()
@@ -57,6 +58,7 @@ class Driver:
         self._owner: OwnerThread | None = None
         self._pauses = 0
         self._stepping = False  # guarded by the step lock
+        self._has_news = False  # events of a step of which nobody who waits was told yet
         self.draining = False
         self.failure: BaseException | None = None  # what ended the owner thread
 
@@ -162,11 +164,14 @@ class Driver:
         if event.finish_reason is not None:
             whole_s = time.perf_counter() - since if event.is_last else None
             self._loop.recorder.end(event.finish_reason, whole_s)
-        with self._state:
+        with self._lock:
             if event.is_last:
                 self._live.pop(event.request_id, None)
             sink(event)
-            self._state.notify_all()
+            if self._stepping:
+                self._has_news = True  # once a step is enough
+            else:
+                self._state.notify_all()
 
     def take_events(self) -> list[Event]:
         """Public events since the last call."""
@@ -196,6 +201,10 @@ class Driver:
                 return self._loop.step()
             finally:
                 self._stepping = False
+                if self._has_news:
+                    with self._state:
+                        self._has_news = False
+                        self._state.notify_all()
 
     def _let_others(self) -> None:
         """Wait for who asked for an exclusive turn: the lock alone would let a loop starve them."""
@@ -218,6 +227,8 @@ class Driver:
 
     def take_inbox(self) -> None:
         """Carry out cancellations and hand new requests to the loop (the step lock is held)."""
+        if not (self._inbox or self._cancels):
+            return
         with interrupts_deferred():  # what has left the inbox is nowhere else yet
             while self._take_one():
                 pass

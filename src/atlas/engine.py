@@ -131,9 +131,9 @@ class Engine:
             raise InvalidArgumentError(f"quiet is {quiet!r}; allowed: True, False, None")
 
         def options_on(chosen: DeviceName) -> tuple[SchedulingOptions, LoadOptions]:
-            # Small chunks would leave most of a GPU idle.
-            chunks = {"chunk_tokens": _CUDA_CHUNK_TOKENS} if chosen == "cuda" else {}
-            schedule = SchedulingOptions.from_mapping(chunks | scheduling)
+            # Steps with few prompt tokens would leave most of a GPU idle.
+            large = _CUDA_STEPS if chosen == "cuda" else {}
+            schedule = SchedulingOptions.from_mapping(large | scheduling)
             return schedule, LoadOptions(
                 dtype=dtype,
                 kv_dtype=kv_dtype,
@@ -292,7 +292,7 @@ class Engine:
             if event.completion is not None:
                 done[event.request_id] = event.completion
 
-        requests = [self._intake.request(ids, resolved, keep) for ids in batch]
+        requests = [self._intake.request(ids, resolved, keep, is_followed=False) for ids in batch]
         self._run(requests, lambda: len(done) == len(requests), refuse=single)
         completions = [done[request.request_id] for request in requests]
         if not single:
@@ -961,7 +961,7 @@ class Engine:
         return html_table("atlas.Engine", self.describe())
 
 
-_CUDA_CHUNK_TOKENS = 2048
+_CUDA_STEPS = {"chunk_tokens": 2048, "max_prefills": 16}
 _log = logging.getLogger("atlas")
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from atlas.errors import AtlasError, CallbackError, InvalidArgumentError
 from atlas.request import Delta, FinishReason, Sample, TokenLogprob
 from atlas.sampler import Sampled, Sampler, needs_logits
-from atlas.sampling_table import Draw, host_reason
+from atlas.sampling_table import Draw, host_reason, penalizes
 from atlas.stops import TextStream
 
 if TYPE_CHECKING:
@@ -50,6 +50,11 @@ class Generation:
         The device does, with these parameters.
     host_reason : str or None
         Why the host does although the device could for other parameters.
+    end_ids : int32 array
+        Ids that end it, ascending.
+    is_predictable : bool
+        Its device-chosen tokens need nothing of the host before one of ``end_ids``, or the token
+        at ``last_position``.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Generation:
         self.last_token_s = 0.0  # when it came, of the process's clock; 0 = none came yet
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         self._end_ids = frozenset(ends)
+        self.end_ids = np.array(sorted(ends), np.int32)
         extra = {} if weights is None else {"weights": weights}
         self._sampler = Sampler(
             params,
@@ -86,7 +92,9 @@ class Generation:
             sample_index=sample_index,
             **extra,
         )
-        self._room = max_seq_len - len(prompt_ids)
+        self._limit = max_seq_len - len(prompt_ids)  # of tokens
+        if params.max_tokens is not None:
+            self._limit = min(self._limit, params.max_tokens)
         self.host_reason: str | None = None
         self.needs_logits, self.draws_on_device = needs_logits(params), False
         if self.needs_logits and device_samples:
@@ -105,6 +113,9 @@ class Generation:
                 continues=continues,
                 vocab_size=vocab_size,
             )
+        self.is_predictable = not (
+            self.needs_logits or penalizes(params) or params.logprobs is not None
+        ) and (tokenizer is None or not params.stop_strings)
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._pieces: list[str] = []
@@ -123,10 +134,17 @@ class Generation:
     @property
     def max_tokens(self) -> int:
         """Tokens it may still have at most, end tokens included."""
-        most = self._room - self.num_tokens
-        if self.params.max_tokens is None:
-            return most
-        return min(most, self.params.max_tokens - self.num_tokens)
+        return self._limit - self.num_tokens
+
+    @property
+    def next_position(self) -> int:
+        """Where its next token will stand, counted from the prompt's first."""
+        return self.num_prompt_tokens + self.num_tokens
+
+    @property
+    def last_position(self) -> int:
+        """Where its last token stands at the latest, counted from the prompt's first."""
+        return self.num_prompt_tokens + self._limit - 1
 
     @property
     def chosen(self) -> list[Sampled]:
@@ -161,7 +179,7 @@ class Generation:
         """The next token from a row of logits, float32 [C]."""
         if self.params.logits_processor is not None:
             row = row.copy()  # the user's code may run this engine, which reuses the arena
-        return self._sampler.sample(row, self.num_prompt_tokens + self.num_tokens)
+        return self._sampler.sample(row, self.next_position)
 
     def choose_safely(self, row: NDArray[np.float32]) -> Sampled | AtlasError:
         """:meth:`choose_from`, or the error that ends the sample in the token's place."""
@@ -174,9 +192,9 @@ class Generation:
             fault.__cause__ = error
             return fault
 
-    def draw(self, logits_row: int, fed_row: int = -1) -> Draw:
-        """What the device needs to choose the next token itself (``Sampler.draw``)."""
-        return self._sampler.draw(logits_row, fed_row)
+    def draw(self, logits_row: int, position: int, fed_row: int = -1) -> Draw:
+        """What the device needs to choose the token at a position (``Sampler.draw``)."""
+        return self._sampler.draw(logits_row, position, fed_row)
 
     def push(self, sampled: Sampled) -> Delta:
         """Keep a chosen token; finishes the sample when it is an end, a stop or the last one."""
@@ -190,27 +208,31 @@ class Generation:
             if not self.params.include_stop:
                 return self._delta("")
         self._tokens.append(token)
-        text = self._advance_text(token)
-        at_limit = self.num_tokens == self.params.max_tokens or self.num_tokens >= self._room
-        if self.finish_reason is None and at_limit:
+        text = "" if self._text is None else self._advance_text(self._text, token)
+        if self.finish_reason is None and self.num_tokens >= self._limit:
             self.finish_reason = "length"
         return self._delta(text)
 
-    def _advance_text(self, token: int) -> str:
-        if self._text is None:
-            return ""
-        if self._hold_stops and self.num_tokens > self._hold_stops:
-            self._start_stops()
-        delta = self._text.push(token)
+    def take(self, tokens: NDArray[np.int32]) -> None:
+        """Keep chosen tokens, none of which ends a predictable sample; no delta will hold them."""
+        if not len(tokens):
+            return
+        ids: list[int] = tokens.tolist()
+        self._sampler.observe_all(tokens)
+        self.last_token = ids[-1]
+        self._tokens += ids
+        if self._text is not None:
+            self._pieces.append(self._text.extend(ids))
+        self._num_given = max(self._num_given, self._num_final())
+
+    def _advance_text(self, stream: TextStream, token: int) -> str:
+        if self._hold_stops and self.num_tokens > self._hold_stops:  # min_tokens are out
+            stream.watch(self.params.stop_strings)
+            self._hold_stops = 0
+        delta = stream.push(token)
         if delta.stop is not None and self.finish_reason is None:
             self.finish_reason, self.stop_reason = "stop", delta.stop
         return delta.text
-
-    def _start_stops(self) -> None:
-        """min_tokens are out: from now on stop strings end the sample."""
-        assert self._text is not None
-        self._text.watch(self.params.stop_strings)
-        self._hold_stops = 0
 
     def _delta(self, text: str) -> Delta:
         """Everything that has become final since the last delta."""
@@ -221,10 +243,10 @@ class Generation:
                 # The bytes that were held became the stop's last character.
                 self.finish_reason, self.stop_reason = "stop", rest.stop
         self._pieces.append(text)
-        final = self._num_final()
-        ids = tuple(self._tokens[self._num_given : final])
-        logprobs = tuple(self._logprobs[self._num_given : final])
-        self._num_given = max(self._num_given, final)
+        first, final = self._num_given, self._num_final()
+        ids = tuple(self._tokens[first:final])
+        logprobs = tuple(self._logprobs[first:final]) if self._logprobs else ()
+        self._num_given = max(first, final)
         return Delta(text, ids, logprobs, self.finish_reason, self.stop_reason)
 
     def _num_final(self) -> int:

@@ -117,11 +117,14 @@ class Intake:
         request_id: str | None = None,
         priority: int = 0,
         user: object = None,
+        is_followed: bool = True,
     ) -> LiveRequest:
         """A request with all its samples, not yet submitted."""
         name, rank = checked_request_id(request_id), checked_priority(priority)
         generations = [self.generation(ids, params, index) for index in range(params.n)]
-        return LiveRequest(name, user, params, ids, generations, sink, rank)
+        return LiveRequest(
+            name, user, params, ids, generations, sink, rank, is_followed=is_followed
+        )
 
     def generation(self, ids: list[int], params: SamplingParams, index: int) -> Generation:
         """One sample's sampler and text."""

@@ -11,6 +11,9 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from atlas._native.slot_pool import SlotPool
 from atlas.cache.state_slots import SnapshotSlots
 
@@ -120,6 +123,13 @@ class LatencyCounts:
         self._counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
         self._total_s += seconds
 
+    def observe_all(self, seconds: NDArray[np.float64]) -> None:
+        """Count several."""
+        places = np.searchsorted(LATENCY_BOUNDS_S, seconds)
+        for place, count in Counter(places.tolist()).items():
+            self._counts[place] += count
+        self._total_s += float(seconds.sum())
+
     def read(self) -> Histogram:
         """As it stands."""
         return Histogram(tuple(self._counts), self._total_s)
@@ -153,6 +163,13 @@ class Recorder:
                 self._first.observe(now - request.submitted_s)
                 self._prompt_tokens += len(request.prompt_ids)
                 self._cached_tokens += request.cached_tokens
+
+    def tokens(self, waited_s: NDArray[np.float64]) -> None:
+        """Samples that had tokens have one more each, so many seconds after their last."""
+        if len(waited_s):
+            with self._lock:
+                self._generated_tokens += len(waited_s)
+                self._between.observe_all(waited_s)
 
     def result(self, request: LiveRequest, num_tokens: int, now: float) -> None:
         """A request got ``num_tokens`` at once, its first (a beam search's hypotheses)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from atlas.errors import AtlasError
 
@@ -49,8 +49,7 @@ class Timings:
         return (completion_tokens - 1) / rest if completion_tokens > 1 and rest > 0 else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What one step added to a streamed request; joined texts equal the completion's text."""
 
     text: str

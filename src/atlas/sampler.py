@@ -155,7 +155,7 @@ class Sampler:
             outside = history[(history < 0) | (history >= vocab_size)][0]
             raise InvalidArgumentError(f"prompt id is {outside}; allowed: 0 … {vocab_size - 1}")
         self._history = np.concatenate([history, np.zeros(64, np.int64)])
-        self._prompt_len = self._len = history.size
+        self._prompt_len = self._len = int(history.size)
         self._counts = TokenCounts(history) if penalizes(params) else None
         self._edits: RowEdits | None = None
         self._adjusts = _adjusts(params)
@@ -197,7 +197,7 @@ class Sampler:
 
     @property
     def num_output_tokens(self) -> int:
-        return int(self._len - self._prompt_len)
+        return self._len - self._prompt_len
 
     def observe(self, token_id: int) -> None:
         """Append a token to the output: the sampled one, or one that the caller forces."""
@@ -212,6 +212,23 @@ class Sampler:
         if self._counts is not None:
             self._counts.add(token_id, 1)
 
+    def observe_all(self, token_ids: NDArray[np.int32]) -> None:
+        """`observe` each of one or more tokens."""
+        low, high = int(token_ids.min()), int(token_ids.max())
+        if low < 0 or high >= self.vocab_size:
+            raise InvalidArgumentError(
+                f"token id is {low if low < 0 else high}; allowed: 0 … {self.vocab_size - 1}"
+            )
+        end = self._len + len(token_ids)
+        if end > self._history.size:
+            more = np.zeros(max(len(token_ids), self._history.size), np.int64)
+            self._history = np.concatenate([self._history, more])
+        self._history[self._len : end] = token_ids
+        self._len = end
+        if self._counts is not None:
+            for token_id in token_ids.tolist():
+                self._counts.add(token_id, 1)
+
     def rewind(self, num_output_tokens: int) -> None:
         """Forget the output's tokens after the first ``num_output_tokens``."""
         if not 0 <= num_output_tokens <= self.num_output_tokens:
@@ -224,18 +241,20 @@ class Sampler:
                 self._counts.add(token_id, -1)
         self._len = new_len
 
-    def draw(self, logits_row: int, fed_row: int = -1) -> Draw:
-        """What a device must know to choose the next token, or the one after it.
+    def draw(self, logits_row: int, position: int, fed_row: int = -1) -> Draw:
+        """What a device must know to choose a token.
 
         Parameters
         ----------
         logits_row : int
+        position : int
+            Index in the sequence of the token that is chosen. With penalties it follows those
+            that were observed, or the one at ``fed_row``.
         fed_row : int
             Where the device reads a token that comes before and was not observed; −1: none does.
         """
         if self._edits is None:
             self._edits = RowEdits(self.params, self._ending_ids, self._counts)
-        position = self._len + (fed_row >= 0)
         below_min = position - self._prompt_len < self.params.min_tokens
         return Draw(
             self.params, logits_row, position, self.sample_index, self._edits, below_min, fed_row

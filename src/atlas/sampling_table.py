@@ -7,8 +7,7 @@ sequence is known to the device alone, it counts for the penalties there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,11 +130,18 @@ class RowEdits:
         Banned below ``min_tokens``.
     counts : Counts, optional
         Where there are penalties; learns of the ids of bias and bans.
+
+    Attributes
+    ----------
+    touches_ids : bool
+        Whether there may be any edits.
     """
 
     def __init__(
         self, params: SamplingParams, ending_ids: Iterable[int], counts: Counts | None = None
     ) -> None:
+        self._params = params
+        self._row = b"", -1
         words = {int(word[0]) for word in params.bad_words}
         ending = {*ending_ids} if params.min_tokens else set()
         named = sorted({*params.logit_bias, *words, *ending})
@@ -144,6 +150,7 @@ class RowEdits:
             for token_id in named:
                 counts.add(token_id, 0)
             self._ids = counts.arrays()[0].copy()
+        self.touches_ids = counts is not None or bool(named)
         place = {token_id: i for i, token_id in enumerate(self._ids.tolist())}
         self._bias = np.zeros(len(self._ids), np.float32)
         for token_id, bias in params.logit_bias.items():
@@ -152,6 +159,21 @@ class RowEdits:
             np.array([place[token_id] for token_id in sorted(banned)], np.int64)
             for banned in (words, words | ending)
         ]
+
+    def row(self, sample_index: int) -> bytes:
+        """A ``ROW`` of the request's parameters; what changes from step to step is left 0."""
+        if self._row[1] != sample_index:
+            params, row = self._params, np.zeros((), ROW)
+            seed = params.seed or 0
+            row["kind"] = GREEDY if params.greedy else DRAW
+            row["seed_low"], row["seed_high"] = seed & 0xFFFFFFFF, seed >> 32
+            row["sample_index"], row["fed_row"] = sample_index, -1
+            for name in ("temperature", "top_k", "top_p", "min_p"):
+                row[name] = getattr(params, name)
+            for name in ("repetition", "presence", "frequency"):
+                row[name] = getattr(params, f"{name}_penalty")
+            self._row = row.tobytes(), sample_index
+        return self._row[0]
 
     def write(self, edits: Edits, *, below_min: bool) -> tuple[int, int]:
         """Fill the front of ``edits``, bans first; how many there are, and how many bans."""
@@ -171,8 +193,7 @@ class RowEdits:
         return len(ids), len(bans)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Draw:
+class Draw(NamedTuple):
     """A token that the device shall choose.
 
     Attributes
@@ -219,52 +240,48 @@ class SamplingTable:
 
     def fill(self, draws: Sequence[Draw]) -> None:
         """Begin a step with these draws."""
+        if len(draws) > len(self._rows):
+            raise InvalidArgumentError(f"{len(draws)} rows; allowed: {len(self._rows)}")
         self.num_rows = self.num_edits = 0
         self.score_places: dict[int, tuple[int, int]] = {}
-        for draw in draws:
-            self._add(draw)
-            if draw.params.logprobs is not None:
-                self._add_score(draw.logits_row, draw.params.logprobs)
+        if not draws:
+            return
+        rows = self._rows[: len(draws)]
+        rows[:] = np.frombuffer(
+            b"".join([draw.edits.row(draw.sample_index) for draw in draws]), ROW
+        )
+        rows["logits_row"] = [draw.logits_row for draw in draws]
+        rows["position"] = [draw.position for draw in draws]
+        for i, draw in enumerate(draws):
+            if draw.edits.touches_ids:
+                self._add_edits(draw, rows[i])
+        self.num_rows = len(draws)
+        scored = [draw for draw in draws if draw.params.logprobs is not None]
+        if scored:
+            self._fill_scores(scored)
 
     @property
     def num_scores(self) -> int:
         """Rows whose token is scored."""
         return len(self.score_places)
 
-    def _add_score(self, logits_row: int, num_top: int) -> None:
-        row = self._scores[self.num_scores : self.num_scores + 1]
-        row.view(np.int32)[:] = 0
-        row["logits_row"], row["kind"], row["top_k"] = logits_row, SCORE, num_top
-        row["temperature"], row["top_p"], row["repetition"], row["fed_row"] = 1, 1, 1, -1
-        self.score_places[logits_row] = self.num_scores, num_top
+    def _fill_scores(self, draws: Sequence[Draw]) -> None:
+        rows = self._scores[: len(draws)]
+        rows[:] = np.zeros((), ROW)
+        rows["kind"], rows["fed_row"] = SCORE, -1
+        for name in ("temperature", "top_p", "repetition"):
+            rows[name] = 1
+        tops = [draw.params.logprobs or 0 for draw in draws]
+        places = [draw.logits_row for draw in draws]
+        rows["logits_row"], rows["top_k"] = places, tops
+        self.score_places = dict(zip(places, enumerate(tops), strict=True))
 
-    def _add(self, draw: Draw) -> None:
-        params, first = draw.params, self.num_edits
-        if self.num_rows == len(self._rows):
-            raise InvalidArgumentError(f"{self.num_rows + 1} rows; allowed: {self.num_rows}")
+    def _add_edits(self, draw: Draw, row: Any) -> None:
+        first = self.num_edits
         count, num_bans = draw.edits.write(self._edits[first:], below_min=draw.below_min)
-        seed = params.seed or 0
-        self._rows[self.num_rows] = (
-            draw.logits_row,
-            GREEDY if params.greedy else DRAW,
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            seed & 0xFFFFFFFF,
-            seed >> 32,
-            draw.sample_index,
-            draw.position,
-            first,
-            count,
-            num_bans,
-            draw.fed_row if penalizes(params) else -1,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-            0,
-        )
-        self.num_rows += 1
+        row["first_edit"], row["num_edits"], row["num_bans"] = first, count, num_bans
+        if penalizes(draw.params):
+            row["fed_row"] = draw.fed_row
         self.num_edits += count
 
     def pad(self, num_rows: int, num_scores: int = 0) -> None:
@@ -285,16 +302,19 @@ class Scores:
     """
 
     def __init__(self, words: Ints, places: Mapping[int, tuple[int, int]]) -> None:
-        self._words, self._places = words.reshape(-1, SCORE_WORDS), dict(places)
+        self._words, self._places = words.reshape(-1, SCORE_WORDS)[: len(places)], dict(places)
+        self._read: tuple[list[float], list[list[int]], list[list[float]]] | None = None
 
     def sampled(self, logits_row: int, token_id: int) -> sampling.Sampled:
         """A row's chosen token with its log-probability and the best ones."""
         number, num_top = self._places[logits_row]
-        words = self._words[number]
-        ids = words[2 : 2 + num_top].tolist()
-        found = words[2 + MAX_SCORES : 2 + MAX_SCORES + num_top].view(np.float32).tolist()
-        own = float(words[:1].view(np.float32)[0])
-        return sampling.Sampled(token_id, own, list(zip(ids, found, strict=True)))
+        if self._read is None:  # all at once: the device is done with them
+            words, floats = self._words, self._words.view(np.float32)
+            ids, found = words[:, 2 : 2 + MAX_SCORES], floats[:, 2 + MAX_SCORES :]
+            self._read = floats[:, 0].tolist(), ids.tolist(), found.tolist()
+        own, best, scores = self._read
+        top = zip(best[number][:num_top], scores[number][:num_top], strict=True)
+        return sampling.Sampled(token_id, own[number], list(top))
 
 
 def choose_tokens(logits: F32, token_ids: Ints, rows: Ints, edits: Ints, *, chosen: Ints) -> None:

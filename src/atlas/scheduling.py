@@ -24,7 +24,7 @@ class SchedulingOptions:
         Prompt tokens of one request in a step at most: more are faster as a whole, and keep
         running sequences waiting longer. On a GPU the default is 2,048.
     max_prefills : int
-        Prompts in a step at most.
+        Prompts in a step at most; on a GPU the default is 16.
     preemption : {"requeue", "spill"}
         What happens to a sequence when the KV cache is full: its tokens run again later, or its
         blocks wait in host memory.

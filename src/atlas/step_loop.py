@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from atlas._native.plan import EntryFlag, EntryKind, FinishReason, Plan
+from atlas._native.plan import EntryFlag, FinishReason, Plan
 from atlas._native.prefix_cache import MissReason, PrefixCache
 from atlas._native.scheduler import Scheduler
+from atlas._native.token_log import TokenLog
 from atlas.cache.host_store import HostStore
 from atlas.errors import (
     AtlasError,
@@ -39,11 +42,13 @@ from atlas.model.recurrence import tail_unit
 from atlas.model.step_result import StepResult
 from atlas.request import Delta, TokenLogprob
 from atlas.sampler import Sampled, score_token
-from atlas.sampling_table import Draw
 from atlas.scheduling import SchedulingOptions
 from atlas.snapshots import Snapshots
+from atlas.wishes import wishes_of
 
 Choice = tuple[Generation, Sampled | AtlasError]
+Ints = NDArray[np.int32]
+_NO_TOKENS = np.empty(0, np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +65,10 @@ class Flight:
         What broke the launch off.
     drawn : frozenset of int
         Logits rows whose token the device chooses with a request's parameters.
+    wants_tokens : bool
+        Whether the device chooses a token of some row.
+    chosen : int32 [L]
+        Its choice for each logits row, once it was read for the log.
     """
 
     plan: Plan
@@ -67,6 +76,8 @@ class Flight:
     result: StepResult | None = None
     error: BaseException | None = None
     drawn: frozenset[int] = frozenset()
+    wants_tokens: bool = False
+    chosen: Ints = field(default_factory=lambda: _NO_TOKENS)
 
 
 class StepLoop:
@@ -136,6 +147,8 @@ class StepLoop:
         self._max_running = options.max_running
         self._weights = weights
         self._by_handle: dict[int, tuple[LiveRequest, int]] = {}
+        self._attended: set[int] = set()  # handles whose rows want more than a greedy choice
+        self._log = TokenLog()  # tokens that the samples in it have not been told of
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -171,8 +184,31 @@ class StepLoop:
         """Tie a sample to the sequence that the scheduler knows by ``handle``."""
         request.handles[index] = handle
         self._by_handle[handle] = (request, index)
+        generation = request.generations[index]
+        if (
+            generation.needs_logits
+            or generation.draws_on_device
+            or request.params.prompt_logprobs is not None
+        ):
+            self._attended.add(handle)
         if self.depth > 1:
             self._let_run_ahead(request)
+
+    def _untrack(self, handle: int) -> tuple[LiveRequest, Generation]:
+        """A sample has no sequence any more; it has been told of all its tokens."""
+        request, index = self._by_handle.pop(handle)
+        del request.handles[index]
+        self._attended.discard(handle)
+        generation = request.generations[index]
+        self._catch_up(handle, generation)
+        return request, generation
+
+    def _catch_up(self, handle: int, generation: Generation) -> None:
+        """Tell a sample of its tokens in the log, which takes no more of them."""
+        kept = self._log.close(handle)
+        if kept is not None:
+            tokens, generation.last_token_s = kept
+            generation.take(tokens)
 
     def _let_run_ahead(self, request: LiveRequest) -> None:
         """Allow steps to be planned before the host has seen a sample's last token.
@@ -185,8 +221,7 @@ class StepLoop:
             self.scheduler.set_run_ahead(handle, ahead)
 
     def _drop(self, handle: int, reason: int) -> None:
-        request, index = self._by_handle.pop(handle)
-        del request.handles[index]
+        self._untrack(handle)
         self.scheduler.finish(handle, reason)
         self._forget_retired()
         self.store.forget(handle)  # what waits in host memory goes now, not at the next step
@@ -247,6 +282,10 @@ class StepLoop:
         while self._flights:
             self._settle_oldest()
             self._forget_retired()
+        with interrupts_deferred():  # what has left the log is nowhere else yet
+            for handle in self._log.handles:
+                request, index = self._by_handle[handle]
+                self._catch_up(handle, request.generations[index])
 
     def _launch_next(self) -> bool:
         """Plan and launch a step; False when nothing can run yet."""
@@ -275,13 +314,14 @@ class StepLoop:
         if self.snapshots is not None:
             self.snapshots.begin(plan)
         if plan.num_seqs:
-            draws = self._draws(plan) if self.core.runtime.samples else []
-            flight.drawn = frozenset(draw.logits_row for draw in draws)
+            wishes = wishes_of(plan, self._attended, self._by_handle)
+            flight.drawn = frozenset(draw.logits_row for draw in wishes.draws)
+            flight.wants_tokens = wishes.tokens
             flight.result = self.core.launch_plan(
                 plan,
-                wants_tokens=self._wants_tokens(plan),
-                host_rows=self._host_rows(plan) if self.depth > 1 else (),
-                draws=draws,
+                wants_tokens=wishes.tokens,
+                host_rows=wishes.host_rows if self.depth > 1 else (),
+                draws=wishes.draws,
                 before=before,
             )
         if self.snapshots is not None:
@@ -367,71 +407,62 @@ class StepLoop:
             for handle in plan.actions["handle"].tolist():
                 self._lose(handle, AtlasError("the step broke off before its blocks moved"))
 
-    def _choose_all(self, flight: Flight) -> list[list[Choice]]:
-        """Each entry's tokens, or the error that ends its request; nothing is kept yet.
+    def _choose_all(self, flight: Flight) -> list[tuple[int, list[Choice]]]:
+        """Tokens of entries that the log does not take, or the errors that end their requests.
 
-        This is the only place where a user's code runs, so whatever it does (an interrupt, say)
-        leaves the step as if it had not been planned.
+        Nothing is kept yet. This is the only place where a user's code runs, so whatever it does
+        (an interrupt, say) leaves the step as if it had not been planned.
         """
         plan, result = flight.plan, flight.result
-        chosen: list[list[Choice]] = []
-        entries = plan.entries
-        columns = ("handle", "kind", "flags", "first_logits", "num_logits")
-        rows = zip(*(entries[name].tolist() for name in columns), strict=True)
-        for handle, kind, flags, first, num_logits in rows:
-            chosen.append([])
-            if not flags & EntryFlag.SAMPLES or handle not in self._by_handle:
-                continue
+        if result is None:
+            return []
+        if flight.wants_tokens and plan.num_logits:
+            flight.chosen = result.tokens()
+        tokens = flight.chosen.tolist()
+        choices: list[tuple[int, list[Choice]]] = []
+        numbers = self._log.others(plan, flight.chosen)
+        columns = ("handle", "kind", "first_logits", "num_logits")
+        entries = plan.entries[numbers]
+        rows = zip(numbers, *(entries[name].tolist() for name in columns), strict=True)
+        for i, handle, kind, first, num_logits in rows:
+            if handle not in self._by_handle:
+                continue  # it was cancelled meanwhile
             request, index = self._by_handle[handle]
-            row = first + num_logits - 1
-            for generation in self._due(request, index, kind):
-                assert result is not None
-                drawn = row in flight.drawn
-                chosen[-1].append((generation, self._choose(generation, row, result, drawn)))
-        return chosen
+            row, due = first + num_logits - 1, request.due(index, kind)
+            drawn = row in flight.drawn
+            chosen: list[Choice] = []
+            for generation in due:
+                if generation.needs_logits or (generation.draws_on_device and not drawn):
+                    chosen.append((generation, generation.choose_safely(result.logits(row))))
+                else:
+                    chosen.append((generation, _chosen(generation, row, tokens[row], result)))
+            choices.append((i, chosen))
+        return choices
 
-    def _due(self, request: LiveRequest, index: int, kind: int) -> list[Generation]:
-        """Samples that take a token from an entry's row: at the prompt's end, all of them."""
-        if kind != EntryKind.PROMPT:
-            return [request.generations[index]]
-        return [g for g in request.generations if not g.num_tokens and not g.finished]
-
-    def _choose(
-        self, generation: Generation, row: int, result: StepResult, drawn: bool
-    ) -> Sampled | AtlasError:
-        if generation.needs_logits or (generation.draws_on_device and not drawn):
-            return generation.choose_safely(result.logits(row))
-        token = int(result.tokens()[row])
-        if token < 0:
-            what = " after bias and penalties" if drawn else ""
-            return NonFiniteLogitsError(f"the model's logits hold NaN or infinity{what}")
-        if generation.params.logprobs is not None:
-            return result.scored(row, token)
-        return Sampled(token)
-
-    def _keep_all(self, flight: Flight, choices: list[list[Choice]]) -> None:
+    def _keep_all(self, flight: Flight, choices: Sequence[tuple[int, list[Choice]]]) -> None:
         """Keep the tokens, tell the scheduler, then tell the clients."""
         plan = flight.plan
         self._report_refused(plan)
+        now = time.perf_counter()
         tokens = np.zeros(plan.num_seqs, np.int32)
         ends = np.zeros(plan.num_seqs, np.int32)
+        waited_s = self._log.keep(plan, flight.chosen, now, out=tokens)
         deltas: list[tuple[LiveRequest, int, Delta]] = []
         forks: list[tuple[int, LiveRequest, Generation]] = []
+        ended: list[int] = []
         faults = self._note_prompts(flight)
-        for i, (handle, chosen) in enumerate(
-            zip(plan.entries["handle"].tolist(), choices, strict=True)
-        ):
+        handles = plan.entries["handle"]
+        for i, chosen in self._with_faults(plan, choices, faults):
+            handle = int(handles[i])
             if handle not in self._by_handle:
-                continue  # cancelled meanwhile
+                continue  # refused meanwhile
             request, index = self._by_handle[handle]
-            if handle in faults:
-                chosen = [(generation, faults[handle]) for generation in request.generations]
-            if not chosen:
-                continue
+            self._catch_up(handle, request.generations[index])
             going = self._keep(request, chosen, deltas)
             if not going:
                 failed = isinstance(chosen[0][1], AtlasError)
                 ends[i] = FinishReason.ERROR if failed else FinishReason.STOP
+                ended.append(handle)
                 continue
             tokens[i] = going[0].last_token
             if going[0].index != index:  # the sample that held the sequence ended at once
@@ -443,11 +474,27 @@ class StepLoop:
             self.snapshots.follow(plan)
         for handle, request, generation in forks:
             self._fork(handle, request, generation)
-        for handle, end in zip(plan.entries["handle"].tolist(), ends.tolist(), strict=True):
-            if end and handle in self._by_handle:
-                request, index = self._by_handle.pop(handle)
-                del request.handles[index]
-        self._deliver(deltas)
+        for handle in ended:
+            self._untrack(handle)
+        self.recorder.tokens(waited_s)
+        self._deliver(deltas, now)
+
+    def _with_faults(
+        self,
+        plan: Plan,
+        choices: Sequence[tuple[int, list[Choice]]],
+        faults: dict[int, AtlasError],
+    ) -> Sequence[tuple[int, list[Choice]]]:
+        """The choices, with the errors of prompts' rows in place of those requests' own."""
+        if not faults:
+            return choices
+        failed: list[tuple[int, list[Choice]]] = []
+        for i, handle in enumerate(plan.entries["handle"].tolist()):
+            if handle in faults:
+                generations = self._by_handle[handle][0].generations
+                failed.append((i, [(generation, faults[handle]) for generation in generations]))
+        others = {i for i, _ in failed}
+        return [*failed, *(choice for choice in choices if choice[0] not in others)]
 
     def _keep(
         self,
@@ -464,59 +511,25 @@ class StepLoop:
             deltas.append((request, generation.index, delta))
         return [generation for generation, _ in chosen if not generation.finished]
 
-    def _deliver(self, deltas: list[tuple[LiveRequest, int, Delta]]) -> None:
-        now = time.perf_counter()
+    def _deliver(self, deltas: list[tuple[LiveRequest, int, Delta]], now: float) -> None:
+        waited_s = []
         for request, index, delta in deltas:
             generation = request.generations[index]
             if generation.error is None:
-                self.recorder.token(request, generation, now)
+                if generation.last_token_s:
+                    waited_s.append(now - generation.last_token_s)
+                else:
+                    self.recorder.token(request, generation, now)
                 generation.last_token_s = now
             request.first_token_s = request.first_token_s or now - request.submitted_s
             request.report(index, delta)
+            if not (request.is_followed or generation.finished) and generation.is_predictable:
+                handle = request.handles.get(index)
+                if handle is not None:  # a fork may have failed
+                    self._log.open(handle, generation.last_position, generation.end_ids, now)
+        self.recorder.tokens(np.array(waited_s))
 
     # -- rows ---------------------------------------------------------------------------------
-
-    def _wants_tokens(self, plan: Plan) -> bool:
-        """Whether a row's token is the greedy choice."""
-        handles = plan.entries["handle"].tolist()
-        live = [self._by_handle[handle][0] for handle in handles if handle in self._by_handle]
-        return not all(request.generations[0].needs_logits for request in live)
-
-    def _host_rows(self, plan: Plan) -> list[int]:
-        """Logits rows that the host will read: to sample, or to score prompt tokens."""
-        rows: list[int] = []
-        columns = ("handle", "kind", "first_logits", "num_logits")
-        for handle, kind, first, count in zip(
-            *(plan.entries[name].tolist() for name in columns), strict=True
-        ):
-            if handle not in self._by_handle or not count:
-                continue
-            request, index = self._by_handle[handle]
-            generation = request.generations[0]
-            if request.params.prompt_logprobs is not None:
-                rows += range(first, first + count)
-            elif generation.needs_logits or (
-                generation.draws_on_device and len(self._due(request, index, kind)) > 1
-            ):
-                rows.append(first + count - 1)
-        return rows
-
-    def _draws(self, plan: Plan) -> list[Draw]:
-        """Tokens that the device chooses with a request's parameters.
-
-        Where several samples begin with one row, each draws from it, and the host does that.
-        """
-        draws: list[Draw] = []
-        entries = plan.entries
-        columns = ("handle", "kind", "flags", "first_logits", "num_logits", "first_row", "source")
-        rows = zip(*(entries[name].tolist() for name in columns), strict=True)
-        for handle, kind, flags, first, count, first_row, source in rows:
-            if not flags & EntryFlag.SAMPLES or handle not in self._by_handle:
-                continue
-            due = self._due(*self._by_handle[handle], kind)
-            if len(due) == 1 and due[0].draws_on_device:
-                draws.append(due[0].draw(first + count - 1, first_row if source >= 0 else -1))
-        return draws
 
     def _note_prompts(self, flight: Flight) -> dict[int, AtlasError]:
         """Cached tokens of prompts that began, and scores of prompt tokens; faults by handle."""
@@ -604,10 +617,9 @@ class StepLoop:
     def _end(self, handle: int, error: AtlasError) -> None:
         """A request whose sequence the scheduler gave up."""
         if handle in self._by_handle:
-            request, index = self._by_handle.pop(handle)
-            del request.handles[index]
-            if not request.generations[index].finished:
-                request.report(index, request.generations[index].fail(error))
+            request, generation = self._untrack(handle)
+            if not generation.finished:
+                request.report(generation.index, generation.fail(error))
             self._end_siblings(request, error)
 
     def _end_siblings(self, request: LiveRequest, error: AtlasError) -> None:
@@ -626,6 +638,18 @@ class StepLoop:
         self._forget_retired()
         self.scheduler.close()
         del self.store, self.cache, self.snapshots  # they hold the pools
+
+
+def _chosen(
+    generation: Generation, row: int, token: int, result: StepResult
+) -> Sampled | AtlasError:
+    """What the device chose, −1 where it could not."""
+    if token < 0:
+        what = " after bias and penalties" if generation.draws_on_device else ""
+        return NonFiniteLogitsError(f"the model's logits hold NaN or infinity{what}")
+    if generation.params.logprobs is not None:
+        return result.scored(row, token)
+    return Sampled(token)
 
 
 def _now_us() -> int:

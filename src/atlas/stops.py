@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from atlas.detokenizer import Detokenizer
 from atlas.errors import InvalidArgumentError
@@ -101,6 +100,11 @@ class StopMatcher:
         return self._matched
 
     @property
+    def has_stops(self) -> bool:
+        """Whether there is anything to search for."""
+        return len(self._next) > 1
+
+    @property
     def num_held(self) -> int:
         """Characters withheld because they may become a stop."""
         return len(self._held)
@@ -117,6 +121,8 @@ class StopMatcher:
         """
         if self._matched is not None:
             return "", self._matched
+        if not self._node and self._next[0].keys().isdisjoint(piece):
+            return piece, None  # nothing is withheld, and no stop begins here
         text = self._held + piece
         node = self._node
         for offset, character in enumerate(piece, start=len(self._held) + 1):
@@ -137,8 +143,7 @@ class StopMatcher:
         return rest
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """What one token added to the text.
 
     Attributes
@@ -221,9 +226,24 @@ class TextStream:
             return TextDelta("", self._num_final, self.stop)
         piece = self._detokenizer.push(token_id)
         self._num_decoded += len(piece)
+        if not (self._matcher.has_stops or self._ends or self._detokenizer.num_pending_bytes):
+            self._num_emitted = self._num_decoded
+            self._num_final += 1
+            return TextDelta(piece, self._num_final)
         # Bytes that are held become exactly one character, whatever follows them.
         self._ends.append(self._num_decoded + (self._detokenizer.num_pending_bytes > 0))
         return self._emit(*self._matcher.push(piece))
+
+    def extend(self, token_ids: list[int]) -> str:
+        """:meth:`push` each of these tokens; the text that they give out together."""
+        whole = None if self._matcher.has_stops else self._detokenizer.extend(token_ids)
+        if whole is None:
+            return "".join([self.push(token_id).text for token_id in token_ids])
+        self._num_decoded += len(whole)
+        self._num_emitted = self._num_decoded
+        self._num_final += len(self._ends) + len(token_ids)
+        self._ends.clear()
+        return whole
 
     def finish(self) -> TextDelta:
         """End the text: release what is withheld. After a stop there is nothing to release."""

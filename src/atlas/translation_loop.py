@@ -288,7 +288,7 @@ class TranslationLoop:
         due = [pair for choosers in self._choosers(now) for pair in choosers]
         takers = Counter(row for _, row in due)
         return [
-            generation.draw(row)
+            generation.draw(row, generation.next_position)
             for generation, row in due
             if generation.draws_on_device
             and takers[row] == 1

@@ -37,7 +37,6 @@ SPILLS: dict[str, dict[str, str]] = {
         **{f"attention_step_d{dim}_r16": _OLD for dim in (64, 80, 96, 128, 256)},
         "attention_prefill_d128_k32": _FULL,
         **{f"gated_delta_{op}step_d128_{type}": _OLD for op in ("", "mixer_") for type in TYPES},
-        "gated_delta_mixer_step_d128_bf16_ahead": _OLD,
         **{f"gated_delta_chunk_d128_{type}": _OLD for type in TYPES},
         **{f"mamba2_step_n{size}_{type}": _OLD for size in (64, 128, 256) for type in TYPES},
     },

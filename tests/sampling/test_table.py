@@ -71,7 +71,8 @@ def test_a_table_chooses_what_samplers_choose(
         )
         for token in known:
             sampler.observe(token)
-        draws.append(sampler.draw(i, fed_row=3 if len(known) < len(output) else -1))
+        fed_row = 3 if len(known) < len(output) else -1
+        draws.append(sampler.draw(i, len(prompt) + len(output), fed_row))
         samplers[i] = sampler
     table.fill(draws)  # a step is launched before the token that it is fed is observed
     want = np.full(len(logits), 7, np.int32)  # the last row is nobody's
@@ -94,7 +95,7 @@ def test_counts_follow_a_rewind() -> None:
     found = []
     for change in (lambda: None, lambda: sampler.observe(3), lambda: sampler.rewind(0)):
         change()
-        table.fill([sampler.draw(0)])
+        table.fill([sampler.draw(0, 1 + sampler.num_output_tokens)])
         chosen = np.zeros(1, np.int32)
         choose_tokens(logits, np.zeros(1, np.int32), rows[:1], edits, chosen=chosen)
         assert chosen[0] == sampler.sample(logits[0], 1).token_id
@@ -115,4 +116,4 @@ def test_more_rows_than_there_is_room_for() -> None:
     sampler = Sampler(SamplingParams(presence_penalty=1.0), vocab_size=VOCAB, prompt_ids=[1])
     table, _, _ = table_of(1)
     with pytest.raises(InvalidArgumentError, match="2 rows; allowed: 1"):
-        table.fill([sampler.draw(0), sampler.draw(1)])
+        table.fill([sampler.draw(0, 1), sampler.draw(1, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -134,6 +135,30 @@ def test_stream_equals_the_naive_definition(
         reached += 1
     kept = sum(1 for end in ends[:reached] if end <= len(text))
     assert stream.num_tokens_final == kept
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    data=st.data(),
+    stops=st.just([]) | STOPS,
+    cuts=st.lists(st.integers(0, 40), max_size=3),
+    skip=st.booleans(),
+    continues=st.booleans(),
+)
+def test_many_tokens_at_once_are_as_one_by_one(
+    data: st.DataObject, stops: list[str], cuts: list[int], skip: bool, continues: bool
+) -> None:
+    tokenizer = TOKENIZERS[data.draw(st.integers(0, 1))]
+    ids = data.draw(token_lists(tokenizer))
+    options = {"skip_special": skip, "continues": continues, "vocab_size": tokenizer.vocab_size + 9}
+    single, several = (TextStream(tokenizer, stops, **options) for _ in range(2))
+    for first, last in pairwise([0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]):
+        part = [*ids[first:last], tokenizer.vocab_size + 3]  # ids of padding have no text
+        given_out = "".join(single.push(token_id).text for token_id in part)
+        assert several.extend(part) == given_out
+        assert several.num_tokens_final == single.num_tokens_final
+        assert several.stop == single.stop
+    assert several.finish() == single.finish()
 
 
 def ids_for(tokenizer: Tokenizer, *texts: str) -> list[int]:

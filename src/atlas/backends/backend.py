@@ -77,7 +77,7 @@ class Backend(Protocol):
         """Whether a shared expert runs as one of a row's choices; ``formats`` are in memory."""
         ...
 
-    def buffer_bytes(self, shapes: Shapes) -> int:
+    def buffer_bytes(self, config: ModelConfig, shapes: Shapes) -> int:
         """Bytes of a step's buffers and of whatever else a model takes."""
         ...
 
@@ -85,11 +85,14 @@ class Backend(Protocol):
         """Bytes that can be allocated now."""
         ...
 
-    def open(self, plan: Any, on_compile: Callable[[str], None] | None) -> Runtime:
+    def open(
+        self, config: ModelConfig, plan: Any, on_compile: Callable[[str], None] | None
+    ) -> Runtime:
         """Take the device (threads, or a GPU's context) for one model.
 
         Parameters
         ----------
+        config : ModelConfig
         plan : LoadPlan
         on_compile : callable, optional
             Called with the name of a kernel about to be compiled.

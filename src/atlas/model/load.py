@@ -211,7 +211,7 @@ def _load(
     on_compile: Callable[[str], None] | None,
 ) -> LoadedModel:
     config, limits = checkpoint.config, plan.limits
-    runtime = backend.open(plan, on_compile)
+    runtime = backend.open(config, plan, on_compile)
     try:
         pools = runtime.pools(config, plan.num_blocks, plan.kv_dtype)
         recurrent = runtime.recurrent_pools(config, plan.slots)
@@ -324,7 +324,7 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
     memory = MemoryPlan(
         weights=weights + _position_bytes(config, max_seq_len, backend),
         kv_pool=num_blocks * backend.kv_block_bytes(config, kv_dtype),
-        buffers=backend.buffer_bytes(buffers),
+        buffers=backend.buffer_bytes(config, buffers),
         recurrent=backend.recurrent_bytes(config, slots),
     )
     return LoadPlan(

@@ -59,13 +59,15 @@ class CpuBackend:
     def joins_shared_expert(self, config: ModelConfig, formats: Mapping[str, str]) -> bool:
         return False
 
-    def buffer_bytes(self, shapes: Shapes) -> int:
+    def buffer_bytes(self, config: ModelConfig, shapes: Shapes) -> int:
         return sum(4 * prod(shape) for shape in shapes.values())
 
     def free_memory(self) -> int:
         return memory.available_memory()
 
-    def open(self, plan: Any, on_compile: Callable[[str], None] | None) -> CpuRuntime:
+    def open(
+        self, config: ModelConfig, plan: Any, on_compile: Callable[[str], None] | None
+    ) -> CpuRuntime:
         return CpuRuntime(self.threads, on_compile)
 
     def close(self) -> None:

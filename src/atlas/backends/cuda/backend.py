@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from atlas.backends.backend import Shapes
+from atlas.backends.cuda import gated_delta, mamba2
 from atlas.backends.cuda.block_copies import COPY_BYTES
 from atlas.backends.cuda.buffers import buffer_bytes
 from atlas.backends.cuda.device import CudaDevice
@@ -15,6 +16,7 @@ from atlas.backends.cuda.memory import aligned
 from atlas.backends.cuda.offers import joins_shared_expert, require_support
 from atlas.backends.cuda.pack import MatrixLayout, layout
 from atlas.backends.cuda.pools import pool_bytes
+from atlas.backends.cuda.recurrent import plan_bytes
 from atlas.backends.cuda.recurrent_pools import recurrent_pool_bytes
 from atlas.backends.cuda.runtime import SCRATCH_BYTES, ZEROED_BYTES, CudaRuntime
 from atlas.backends.cuda.translation import TranslatorRuntime
@@ -83,20 +85,22 @@ class CudaBackend:
     def joins_shared_expert(self, config: ModelConfig, formats: Mapping[str, str]) -> bool:
         return joins_shared_expert(config, formats)
 
-    def buffer_bytes(self, shapes: Shapes) -> int:
-        workspace = aligned(SCRATCH_BYTES) + aligned(ZEROED_BYTES) + COPY_BYTES
+    def buffer_bytes(self, config: ModelConfig, shapes: Shapes) -> int:
+        workspace = aligned(_scratch_bytes(config, shapes)) + aligned(ZEROED_BYTES) + COPY_BYTES
         return buffer_bytes(shapes) + workspace + Loader.device_bytes() + _ALIGNMENT_SLACK
 
     def free_memory(self) -> int:
         free, _ = self._opened().memory_info()
         return max(0, free - RESERVE_BYTES)
 
-    def open(self, plan: Any, on_compile: Callable[[str], None] | None) -> CudaRuntime:
+    def open(
+        self, config: ModelConfig, plan: Any, on_compile: Callable[[str], None] | None
+    ) -> CudaRuntime:
         device = self._opened()
         self._device = None  # the runtime closes it
         device.kernels.on_compile = on_compile
         kind = TranslatorRuntime if plan.max_source_len else CudaRuntime
-        return kind(device, plan.memory.weights)
+        return kind(device, plan.memory.weights, _scratch_bytes(config, plan.buffer_shapes))
 
     def close(self) -> None:
         """Give the device back where no runtime has taken it over; idempotent."""
@@ -108,3 +112,17 @@ class CudaBackend:
         if self._device is None:
             self._device = CudaDevice(stream=self._stream)
         return self._device
+
+
+def _scratch_bytes(config: ModelConfig, shapes: Shapes) -> int:
+    """Scratch of a step; the chunks of a recurrent layer's prompts may need more than the rest."""
+    needed, delta, mamba = [SCRATCH_BYTES], config.gated_delta, config.mamba2
+    if delta is not None or mamba is not None:
+        (rows,), (seqs,) = shapes["token_ids"], shapes["state_slots"]
+        if delta is not None:
+            heads = (delta.num_key_heads, delta.num_value_heads, delta.key_dim)
+            needed.append(plan_bytes(rows, seqs, gated_delta.chunk_parts(*heads)))
+        if mamba is not None:
+            sizes = (mamba.num_heads, mamba.num_groups, mamba.head_dim, mamba.state_size)
+            needed.append(plan_bytes(rows, seqs, mamba2.chunk_parts(*sizes)))
+    return max(needed)

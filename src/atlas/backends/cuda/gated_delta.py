@@ -82,10 +82,7 @@ def gated_delta_prefill(
     if len(qkv) < CHUNK:
         _step(queue, sizes, (*inputs, slots), ranges(cu_rows), states, out)
         return
-    wide, u = matrix_bytes(dim), 2 * CHUNK * dim
-    p, logs = matrix_bytes(CHUNK), 4 * CHUNK
-    kept = (keys * wide, keys * wide, values * wide, values * u, values * p, values * logs)
-    plan = plan_chunks(queue, slots, cu_rows, positions, kept)
+    plan = plan_chunks(queue, slots, cu_rows, positions, chunk_parts(keys, values, dim))
     _step(queue, sizes, (*inputs, slots), plan.before, states, out)
     args: Args = (*inputs, plan.chunk_rows, plan.num_chunks, *plan.work, keys, values)
     name = f"gated_delta_chunk_d{dim}_{SHORT[a.dtype]}"
@@ -95,6 +92,13 @@ def gated_delta_prefill(
     grid = (sizes.seqs * values * (dim // columns), 1)
     queue.launch(f"gated_delta_prefill_d{dim}_{form}", grid, (*args, out.strides[0]))
     _step(queue, sizes, (*inputs, slots), plan.after, states, out)
+
+
+def chunk_parts(keys: int, values: int, dim: int) -> tuple[int, ...]:
+    """Bytes that a chunk keeps: k, q and W, U, P and the logarithms of decays."""
+    wide, u = matrix_bytes(dim), 2 * CHUNK * dim
+    p, logs = matrix_bytes(CHUNK), 4 * CHUNK
+    return keys * wide, keys * wide, values * wide, values * u, values * p, values * logs
 
 
 def gated_delta_mixer_step(

@@ -94,9 +94,7 @@ def mamba2_prefill(
     if len(x) < CHUNK:
         _step(queue, sizes, step_inputs, slots, ranges(cu_rows), states, out)
         return
-    keys, values = groups * matrix_bytes(size), 2 * CHUNK * dim * heads
-    kept = (keys, keys, values, heads * matrix_bytes(CHUNK), heads * 4 * CHUNK)
-    plan = plan_chunks(queue, slots, cu_rows, positions, kept)
+    plan = plan_chunks(queue, slots, cu_rows, positions, chunk_parts(heads, groups, dim, size))
     _step(queue, sizes, step_inputs, slots, plan.before, states, out)
     args: Args = (*inputs, decay_log, dt_bias, plan.chunk_rows, plan.num_chunks, *plan.work)
     args += (heads, groups, dim, x.strides[0], dt.strides[0], *sizes.bounds)
@@ -154,3 +152,9 @@ def _check(
     if not is_aligned(16, x, b, c):
         raise ShapeError(f"rows of x {x}, b {b} and c {c} must lie at multiples of 16 bytes")
     return _Sizes(heads, groups, dim, size, seqs, bounds)
+
+
+def chunk_parts(heads: int, groups: int, dim: int, size: int) -> tuple[int, ...]:
+    """Bytes that a chunk keeps: b and c, x, C · Bᵀ and the logarithms of decays."""
+    keys, values = groups * matrix_bytes(size), 2 * CHUNK * dim * heads
+    return keys, keys, values, heads * matrix_bytes(CHUNK), heads * 4 * CHUNK

@@ -69,7 +69,8 @@ class Plan:
 
     def algorithm(self, rows: int) -> Algorithm:
         """The one for a number of rows."""
-        return [found for size, found in self.algorithms if size <= rows or size == _SIZES[0]][-1]
+        smallest = self.algorithms[0][0]
+        return [found for size, found in self.algorithms if size <= max(rows, smallest)][-1]
 
 
 class Products:
@@ -268,7 +269,7 @@ class Trial:
         return None
 
     def _algorithms(self, x: DeviceArray, *, is_finished: bool) -> Iterator[tuple[int, Algorithm]]:
-        """The first equal algorithm for each of ``_SIZES``; none for larger sizes is the last's."""
+        """The first equal algorithm for each of ``_SIZES``; those without take a neighbour's."""
         kind, library = self._kind, self._products.library
         type = "float32" if is_finished else kind.out_type
         sizes = (kind.rows, kind.cols, kind.cols, kind.cols, kind.rows)
@@ -282,12 +283,11 @@ class Trial:
                 content = algorithm.tobytes()
                 if content not in known:
                     known[content] = self._is_equal(x, algorithm, is_finished=is_finished)
+                    equal = known[content]
+                    _log.debug("%s at %d rows, finished %s: equal %s", kind, m, is_finished, equal)
                 if known[content]:
                     yield m, algorithm
                     break
-            else:
-                if m == _SIZES[0]:
-                    return
 
     def _is_equal(self, x: DeviceArray, algorithm: Algorithm, *, is_finished: bool) -> bool:
         plan = Plan(is_finished, ((_SIZES[0], algorithm),))

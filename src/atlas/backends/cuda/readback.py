@@ -153,8 +153,7 @@ class StepReadBack:
     def scored(self, row: int, token_id: int) -> Sampled:
         """A token that the step drew, with its log-probability and the best ones."""
         assert self.scores is not None, "nothing was scored"
-        assert self._slot is not None
-        self._ring.wait(self._slot)
+        self.tokens()  # which waits for the step
         return self.scores.sampled(row, token_id)
 
     def logits(self, row: int) -> Floats:

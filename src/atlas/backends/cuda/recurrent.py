@@ -79,9 +79,7 @@ def plan_chunks(
 ) -> ChunkPlan:
     """Launch the planning; ``chunk_bytes`` are what a chunk keeps, part by part."""
     seqs, most = len(slots), len(positions) // CHUNK
-    line = 4 * seqs
-    sizes = (4 * line, line + 4, 4 * most, *(most * size for size in chunk_bytes))
-    room = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    line, room = 4 * seqs, _room(seqs, most, chunk_bytes)
     at = queue.scratch(sum(room))
     places = [at + sum(room[:i]) for i in range(len(room))]
     rows, cu_chunks, chunk_rows, *work = places
@@ -96,6 +94,17 @@ def plan_chunks(
         cu_chunks + line,
         tuple(work),
     )
+
+
+def _room(seqs: int, chunks: int, chunk_bytes: tuple[int, ...]) -> list[int]:
+    """Bytes of each part of a plan: rows, first chunks, rows of chunks, what chunks keep."""
+    sizes = (16 * seqs, 4 * seqs + 4, 4 * chunks, *(chunks * size for size in chunk_bytes))
+    return [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+
+
+def plan_bytes(rows: int, seqs: int, chunk_bytes: tuple[int, ...]) -> int:
+    """Scratch that ``plan_chunks`` takes for so many rows of so many sequences at most."""
+    return sum(_room(seqs, rows // CHUNK, chunk_bytes))
 
 
 def sweep_form(queue: Queue, heads: int, dim: int) -> tuple[str, int]:

@@ -37,6 +37,7 @@ from atlas.ops.blocks import HostMatrix
 from atlas.ops.select import bind, implementations, takes_queue
 
 if TYPE_CHECKING:
+    from atlas._native.cuda_launch import CudaLaunchList
     from atlas.cache.recurrent import SlotCounts
     from atlas.config import ModelConfig
     from atlas.model.circuit import ForwardKind
@@ -82,7 +83,7 @@ class CudaRuntime:
         "made (reuse_generated) change bits",
     )
 
-    def __init__(self, device: CudaDevice, weight_bytes: int) -> None:
+    def __init__(self, device: CudaDevice, weight_bytes: int, scratch_bytes: int) -> None:
         self.device = device
         self.kind: ForwardKind = "graphed"
         self._teardown = Teardown(device)
@@ -90,12 +91,13 @@ class CudaRuntime:
         self._recorded = self._teardown.recorded
         self._regions: list[InputRegion] = []
         self._turn = 0
+        self._feeds: dict[int, CudaLaunchList] = {}  # by number of rows
         self._by_name = {"feed_tokens", BlockCopies.kernel}  # kernels that no list holds
         # An engine that is dropped gives its memory back too; at exit the process does.
         weakref.finalize(self, self._teardown.close).atexit = False
         try:
             self._weights = self._own(Arena(device, weight_bytes, "the weights"))
-            self.workspace = self._own(Workspace(device, SCRATCH_BYTES, ZEROED_BYTES))
+            self.workspace = self._own(Workspace(device, scratch_bytes, ZEROED_BYTES))
             self._loader = self._own(Loader(device, self._weights))
             self._readbacks: ReadBacks
             self._capture_stream = self._own(OwnStream(device)).handle
@@ -247,8 +249,7 @@ class CudaRuntime:
         table = self._sampling.copy_in(self._turn)
         device.record(region.event)
         if region.num_fed:
-            args = (buffers.token_ids, self._chosen, region.num_fed)
-            self.launch("feed_tokens", (-(-region.num_fed // _FEED_ROWS), 1), args)
+            device.run(self._feeding(buffers, region.num_fed))
         if step.graph is not None:
             step.graph.launch()
         else:
@@ -265,6 +266,16 @@ class CudaRuntime:
         self._sampling.run(table, self.workspace)
         if shape.logits:
             self._readbacks.begin(shape.first_logits, shape.logits)
+
+    def _feeding(self, buffers: StepBuffers, rows: int) -> CudaLaunchList:
+        """The launch that puts tokens of the step before into the first ``rows`` rows."""
+        if rows not in self._feeds:
+            recording = Recording()
+            args: tuple[Any, ...] = (buffers.token_ids, self._chosen, rows)
+            queue = Queue(self.device, self.workspace, recording)
+            queue.launch("feed_tokens", (-(-rows // _FEED_ROWS), 1), args)
+            self._feeds[rows] = recording.compile(self.device)
+        return self._feeds[rows]
 
     def launch(self, kernel: str, grid: tuple[int, int], args: tuple[Any, ...]) -> None:
         """Launch one kernel now, on the stream."""

@@ -31,10 +31,10 @@ class TranslatorRuntime(CudaRuntime):
     that has some.
     """
 
-    def __init__(self, device: CudaDevice, weight_bytes: int) -> None:
+    def __init__(self, device: CudaDevice, weight_bytes: int, scratch_bytes: int) -> None:
         self._candidates: Candidates | None = None
         self._drawn = range(0)  # rows of the arena whose tokens the last sweep chose
-        super().__init__(device, weight_bytes)
+        super().__init__(device, weight_bytes, scratch_bytes)
         self._by_name |= set(KERNELS)
 
     def buffers(self, shapes: Shapes) -> TranslationBuffers:
