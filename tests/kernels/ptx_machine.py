@@ -154,6 +154,9 @@ class _Program:
             self.code.append((predicate, negated, opcode, [o.strip() for o in operands]))
 
 
+_UNDEFINED = 0x7FC17FC17FC17FC1  # a NaN of any type, so that a result that it reaches shows it
+
+
 class _Block:
     def __init__(
         self,
@@ -262,8 +265,8 @@ class _Block:
                 kept = int(operands[3], 0) >> 8 & 31
                 lane = own // WARP * WARP + (own & kept | lane & 31 & ~kept)
             self._write(operands[0], self._read(operands[1])[lane], active)
-        elif name == "vote":
-            self._ballot(operands, active)
+        elif name in ("vote", "redux"):
+            self._agree(parts, operands, active)
         elif name == "mov":
             self._move(parts, operands, active)
         elif opcode not in _NOTHING_TO_DO:
@@ -321,6 +324,8 @@ class _Block:
             value = int(operand[2:], 16)
         elif operand in self.program.shared:
             value = self.program.shared[operand]
+        elif operand.startswith("%"):
+            value = _UNDEFINED  # what no instruction has written
         else:
             value = int(operand, 0)
         return np.full(self.pc.size, value & (1 << 64) - 1, np.uint64)
@@ -423,10 +428,14 @@ class _Block:
             data[full] = self.memory.data[self.memory.indices(addresses, width)]
             self.copies.copy(active, places, data)
 
-    def _ballot(self, operands: list[str], active: Array) -> None:
-        votes = self._read(operands[1]).astype(bool).reshape(-1, WARP)
+    def _agree(self, parts: list[str], operands: list[str], active: Array) -> None:
+        """One word for a warp: its votes, or its greatest value."""
         warps_of(active)
-        words = (votes.astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(axis=1)
+        values, bits = self._read(operands[1]).reshape(-1, WARP), np.arange(WARP, dtype=np.uint64)
+        if parts[0] == "vote":
+            words = (values.astype(bool).astype(np.uint64) << bits).sum(axis=1)
+        else:
+            words = raw_bits(typed(values, parts[3]).max(axis=1), parts[3])
         self._write(operands[0], np.repeat(words, WARP), active)
 
     def _bulk_copy(self, operands: list[str], active: Array) -> None:
