@@ -28,6 +28,7 @@ from atlas_kernels import build  # noqa: E402
 from atlas_kernels.gemm_step_plan import TILES, variant  # noqa: E402
 from atlas_kernels.moe_plan import (  # noqa: E402
     COLUMNS,
+    DOWN_TILES,
     GATE_UP_TILES,
     GROUPED_TILES,
     HALF_ROWS,
@@ -115,13 +116,15 @@ class Runner:
         args += [0, 1, 0.0, 1.0, scores.stride(0) * 4, 4]
         self.gpu.run(f"moe_route_{route_variant(shape.experts)}", (len(scores), 1), args)
 
+    def _blocks(self, blocks_per_sm: int) -> int:
+        return blocks_per_sm * int(self.gpu.device.properties.multiprocessor_count)
+
     def gate_up(self, layer: Layer, x: Tensor, ids: Tensor, name: str) -> None:
         shape = self.shape
         args = [layer.address("gate_up"), layer.address("shared_gate_up"), x.data_ptr()]
         args += [ids.data_ptr(), self.act.data_ptr(), len(x), shape.slots, shape.experts]
         args += [shape.dim, shape.inner, x.stride(0) * 2]
-        num_sms = int(self.gpu.device.properties.multiprocessor_count)
-        blocks = GATE_UP_TILES[name].blocks_per_sm * num_sms
+        blocks = self._blocks(GATE_UP_TILES[name].blocks_per_sm)
         self.gpu.run(f"moe_gate_up_bf16_{name}", (blocks, 1), args)
 
     def down(
@@ -132,7 +135,8 @@ class Runner:
         args += [weights.data_ptr(), self.act.data_ptr(), residual.data_ptr(), out.data_ptr()]
         args += [len(out), shape.slots, shape.experts, shape.dim, shape.inner]
         args += [residual.stride(0) * 2, out.stride(0) * 2]
-        self.gpu.run(f"moe_down_bf16_{name}", (shape.dim // COLUMNS, 1), args)
+        blocks = min(shape.dim // COLUMNS, self._blocks(DOWN_TILES[name].blocks_per_sm))
+        self.gpu.run(f"moe_down_bf16_{name}", (blocks, 1), args)
 
     def decode(
         self, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor, out: Tensor,
@@ -401,10 +405,11 @@ def sweep_30b(
 
 
 def trials(shape: Shape, rows: int) -> list[str]:
-    """Decode kernels that would do as well."""
+    """Decode kernels on trial for a number of rows, and those for more rows."""
     sizes = {"dim": shape.dim, "inner": shape.inner, "slots": shape.slots}
     chosen = decode_variant(rows, **sizes)
-    return [n for n in GATE_UP_TILES if n != chosen and fits(n, rows, **sizes)]
+    names = [n for n in GATE_UP_TILES if n != chosen and fits(n, rows, **sizes)]
+    return [n for n in names if GATE_UP_TILES[n].rows <= 2 * rows]
 
 
 def load_kernels(gpu: Gpu) -> None:

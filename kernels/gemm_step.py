@@ -31,7 +31,6 @@ from atlas_kernels.ptx_async import (
     launch_dependents,
     map_rank,
     sync_cluster,
-    tile_bring,
     tile_load,
     tile_multicast,
     wait_prerequisites,
@@ -51,7 +50,6 @@ from atlas_kernels.ptx_wgmma import (
 from atlas_kernels.registry import kernel
 
 _load_rows = tile_load(2, EVICT_LAST)
-_bring = tile_bring(2, EVICT_FIRST)
 ARGS = "ptr ptr ptr ptr ptr i32 i32 i32 i64 i64 i32"
 
 
@@ -103,8 +101,7 @@ def _begin(tile: StepTile) -> Any:
 def _prefetch(tile: StepTile) -> Any:
     """By one thread: ask for the first stages of weights, which are no other kernel's."""
     stages, stage_bytes, k_block = tile.stages, tile.stage_bytes, tile.k_block
-    barriers, boxes, ahead = tile.barrier_offset, tile.k_block // BOX_K, tile.stages + tile.ahead
-    ask_weights = _ask_weights(tile)
+    barriers, ask_weights = tile.barrier_offset, _ask_weights(tile)
 
     @device
     def prefetch(map_w, base, steps, column0, num_columns, rank):
@@ -112,11 +109,6 @@ def _prefetch(tile: StepTile) -> Any:
         while i < end:
             at, ready = i32(base + i * stage_bytes), i32(base + barriers + 8 * i)
             ask_weights(map_w, at, ready, i32(i * k_block), column0, num_columns, rank)
-            i = i32(i + 1)
-        end = min(i32(ahead), steps)
-        while i < end:
-            for b in range(boxes):
-                _bring(map_w, i32(i * k_block + b * BOX_K), column0)
             i = i32(i + 1)
 
     return prefetch

@@ -32,9 +32,6 @@ class StepTile:
         The matrix holds gate rows, then as many up rows; the tile takes ``columns / 2`` of each.
     sharers : int
         Thread blocks of a cluster. They have the same columns, for ``rows`` rows each.
-    ahead : int
-        Stages of weights beyond the first ``stages`` that are brought into the second-level cache
-        while the kernels before still run.
     """
 
     rows: int
@@ -43,7 +40,6 @@ class StepTile:
     stages: int
     gated: bool = False
     sharers: int = 1
-    ahead: int = 0
 
     @property
     def box_rows(self) -> int:
@@ -170,7 +166,6 @@ which its tiles fit the SMs of an H200. What has more rows than that, and is not
 """
 _BESIDE_ATTENTION = 150 << 10  # of an SM's 227 KB: its thread blocks then find room beside it
 _ALONE = 200 << 10
-_AHEAD = 128 << 10  # of a thread block; times 128 of them it is a third of the second-level cache
 
 
 def _stages(columns: int, rows: int, room: int) -> tuple[int, int]:
@@ -186,8 +181,7 @@ def _column_tile(columns: int, rows: int) -> StepTile:
     """A tile of ``c<columns>``. 128 rows are bound by what an SM takes in, the least for tiles as
     wide as they are high."""
     if rows < 128:
-        k_block, stages = _stages(columns, rows, _BESIDE_ATTENTION)
-        return StepTile(rows, columns, k_block, stages, ahead=_AHEAD // (columns * k_block * 2))
+        return StepTile(rows, columns, *_stages(columns, rows, _BESIDE_ATTENTION))
     if columns <= 64:
         return StepTile(64, 2 * columns, *_stages(2 * columns, 64, _ALONE), sharers=2)
     return StepTile(128, columns, *_stages(columns, 128, _ALONE))

@@ -127,17 +127,6 @@ def tile_multicast(dims: int, policy: str) -> Any:
 
 
 @cache
-def tile_bring(dims: int, policy: str) -> Any:
-    """(map, c0, c1, …): start bringing a tile into the second-level cache."""
-    coordinates = ", ".join(f"${1 + i}" for i in range(dims))
-    text = (
-        f"{{ .reg .b64 h; mov.b64 h, {policy}; cp.async.bulk.prefetch.tensor.{dims}d.L2.global.tile"
-        f".L2::cache_hint [$0, {{{coordinates}}}], h; }}"
-    )
-    return instruction("", "l" + " r" * dims, text)
-
-
-@cache
 def tile_load_to_all(dims: int, blocks: int) -> Any:
     """``tile_load`` to the first ``blocks`` thread blocks of the cluster at once.
 

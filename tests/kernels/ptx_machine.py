@@ -244,8 +244,6 @@ class _Block:
     def _step_data(self, opcode: str, operands: list[str], active: Array) -> None:
         parts = opcode.split(".")
         name = parts[0]
-        if opcode.startswith("cp.async.bulk.prefetch"):
-            return  # into a cache
         if opcode.startswith("cp.async.bulk.tensor"):
             self._tensor_copy(operands, active)
         elif opcode.startswith("cp.async.bulk"):
