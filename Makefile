@@ -57,6 +57,7 @@ kernels-all: $(VENV)/.cuda
 gpu: $(VENV)/.cuda
 	ATLAS_DEVICE=cuda $(BIN)/python -m pytest -m gpu $(ARGS)
 	ATLAS_DEVICE=cuda $(BIN)/python -m pytest $(GPU_SUITES) $(ARGS)
+
 # State and logits of hybrids after 32,768 tokens.
 long: $(VENV)/.editable
 	$(BIN)/python -m pytest -m slow tests/model/test_long_context.py $(ARGS)
