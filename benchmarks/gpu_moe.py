@@ -258,9 +258,9 @@ class Checks:
             self.that(torch.equal(full, other), f"{shape.name}: bits of grouped {name}")
         for name in ["r64", *(name for name in WGMMA_TILES if name in results)]:
             for first, count in ((0, 1), (1, 33), (50, 130), (9, 691)):  # experts without a row too
-                place = slice(first, first + count)
+                place = slice(first, first + count)  # cloned: ids lie at multiples of 16 bytes
                 out = torch.empty(count, shape.dim, device="cuda", dtype=torch.bfloat16)
-                parts = [t[place].contiguous() for t in (x, ids, weights, residual)]
+                parts = [t[place].clone() for t in (x, ids, weights, residual)]
                 torch.cuda.synchronize()
                 runner.grouped(layer, *parts, out, name)
                 gpu.stream.sync()
@@ -274,7 +274,7 @@ class Checks:
             sizes = {"dim": shape.dim, "inner": shape.inner, "slots": shape.slots}
             for name in [n for n in GATE_UP_TILES if fits(n, len(pick), **sizes)]:
                 out = torch.full((len(pick), shape.dim), float("nan"), device="cuda").bfloat16()
-                parts = [t[pick].contiguous() for t in (x, ids, weights, residual)]
+                parts = [t[pick] for t in (x, ids, weights, residual)]
                 torch.cuda.synchronize()
                 runner.decode(layer, *parts, out, name)
                 gpu.stream.sync()
@@ -283,7 +283,7 @@ class Checks:
             name = grouped_variant(count, experts=shape.experts, slots=shape.slots)
             out = torch.empty(count, shape.dim, device="cuda", dtype=torch.bfloat16)
             place = slice(100, 100 + count)
-            parts = [t[place].contiguous() for t in (x, ids, weights, residual)]
+            parts = [t[place].clone() for t in (x, ids, weights, residual)]
             torch.cuda.synchronize()
             runner.grouped(layer, *parts, out, name)
             gpu.stream.sync()

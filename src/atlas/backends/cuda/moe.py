@@ -153,6 +153,8 @@ def moe_experts(
 
 def _sort(queue: Queue, ids: DeviceArray, groups: int, rows: int) -> tuple[int, int, int]:
     """Pairs by expert: addresses of their order and of the table of tiles, entries of the table."""
+    if ids.address % 16:  # moe_sort loads four at once
+        raise ShapeError(f"ids {ids} must lie at multiples of 16 bytes")
     pairs = ids.shape[0] * ids.shape[1]
     count = pairs // rows + groups  # as ``tiles`` of the kernels' tile
     tiles = queue.scratch(count * _TILE_ENTRY_BYTES + 4 * pairs)
