@@ -5,7 +5,7 @@
 Random bf16 weights. Shape A: 256 experts, top 8 and a shared one, hidden 2048, expert width 512;
 shape B (Qwen3-30B-A3B): 128 experts, top 8, width 768, and its whole weight sweep at batch 1.
 Bit for bit: each row alone, among others, shuffled, by the decode and by every grouped kernel.
-Prefill is timed with each grouped form; w160 and c160 are those of Hopper, with ``wgmma``.
+Prefill is timed with each grouped form; w160 is that of Hopper, with ``wgmma``.
 Exits with 1 if a check failed. Needs torch, for data and for the ceilings.
 """
 
@@ -154,7 +154,7 @@ class Runner:
         count = tile.tiles(pairs, groups)
         order, tiles = self.order.data_ptr(), self.tiles.data_ptr()
         if only in ("", "sort"):
-            args = [ids.data_ptr(), order, tiles, pairs, groups, tile.table_rows, count]
+            args = [ids.data_ptr(), order, tiles, pairs, groups, tile.rows, count]
             gpu.run("moe_sort", (groups, 1), args)
         if name in WGMMA_TILES:
             self._wgmma(layer, x, pairs, name, only)
@@ -190,7 +190,7 @@ class Runner:
         shape, tile = self.shape, WGMMA_TILES[name]
         order, tiles = self.order.data_ptr(), self.tiles.data_ptr()
         count = tile.tiles(pairs, shape.experts + shape.shared)
-        grid = (tile.grid(int(self.gpu.device.properties.multiprocessor_count)), 1)
+        grid = (self._blocks(1), 1)
         if only in ("", "gate_up"):
             args = [self._map(m, HALF_ROWS) for m in (layer.gate_up, layer.shared_gate_up)]
             args += [x.data_ptr(), order, tiles, self.act.data_ptr(), count, shape.experts]

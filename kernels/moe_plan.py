@@ -196,11 +196,6 @@ class GroupedTile:
         return 32 * self.warps
 
     @property
-    def table_rows(self) -> int:
-        """Rows of an entry of the table that ``moe_sort`` writes."""
-        return self.rows
-
-    @property
     def stage_bytes(self) -> int:
         """Activations, then weights: lines of 128 bytes."""
         return (self.rows + self.columns) * 128
@@ -248,13 +243,10 @@ class WgmmaTile:
         Rows of the sorted pairs that it has room for.
     stages : int
         Stages of 64 elements of K.
-    cluster : int
-        Thread blocks that share an entry of the table, and its weights: 1 or 2.
     """
 
     rows: int
     stages: int
-    cluster: int = 1
 
     @property
     def threads(self) -> int:
@@ -265,11 +257,6 @@ class WgmmaTile:
     def sizes(self) -> tuple[int, ...]:
         """Rows that a product may have: the N of the tensor-core instruction."""
         return tuple(range(16, self.rows + 1, 16))
-
-    @property
-    def table_rows(self) -> int:
-        """Rows of an entry of the table that ``moe_sort`` writes."""
-        return self.rows * self.cluster
 
     @property
     def weights_bytes(self) -> int:
@@ -326,15 +313,11 @@ class WgmmaTile:
 
     def tiles(self, pairs: int, experts: int) -> int:
         """Entries of the table, as ``GroupedTile.tiles``."""
-        return pairs // self.table_rows + experts
-
-    def grid(self, num_sms: int) -> int:
-        """Thread blocks: one for each SM, in whole clusters."""
-        return num_sms // self.cluster * self.cluster
+        return pairs // self.rows + experts
 
 
-WGMMA_TILES: dict[str, WgmmaTile] = {"w160": WgmmaTile(160, 4), "c160": WgmmaTile(160, 4, 2)}
-"""``moe_grouped_wgmma_<part>_bf16_<variant>``; c160 is on trial, ``benchmarks/gpu_moe.py``."""
+WGMMA_TILES: dict[str, WgmmaTile] = {"w160": WgmmaTile(160, 4)}
+"""``moe_grouped_wgmma_<part>_bf16_<variant>``."""
 
 
 def wgmma_variant(rows: int, *, experts: int, slots: int) -> str | None:

@@ -275,7 +275,7 @@ class Experts:
         bench, rows, slots = self.bench, len(x), self.slots
         tile, (gate_up, down, shared_gate_up, shared_down) = WGMMA_TILES[variant], self.addresses
         source, weights_at = bench.put(x, "bf16", pad=8), bench.memory.put(weights)
-        order, tiles, num_tiles = _sorted(bench, ids, EXPERTS + 1, tile.table_rows)
+        order, tiles, num_tiles = _sorted(bench, ids, EXPERTS + 1, tile.rows)
         assert num_tiles == tile.tiles(ids.size, EXPERTS + 1)
         act = bench.empty((rows * slots, INNER), "bf16").address
         y = bench.empty((rows * slots, DIM), "bf16").address
@@ -339,7 +339,7 @@ def test_wgmma_and_mma(bench: Bench, counts: list[int], shared: bool, blocks: in
     [([0, 1, 700, 321, 40, 161], 132), ([2, 0, 0, 319, 320, 17], 10), ([0, 0, 5, 0, 0, 0], 2)],
 )
 def test_wgmma_at_length(bench: Bench, variant: str, counts: list[int], blocks: int) -> None:
-    """On Hopper: tables of several turns of every thread block, also in clusters."""
+    """On Hopper: tables of several turns of every thread block."""
     experts = Experts(bench, shared=True, seed=sum(counts))
     x, ids, weights, residual = _rows_of(experts, counts)
     want = experts.grouped(x, ids, weights, bench.put(residual, "bf16"), variant="r64")
