@@ -1,11 +1,11 @@
 """Mixture of experts on a GPU: bits of rows checked, decode and prefill timed.
 
-    python benchmarks/gpu_moe.py [--rows 1 2 8 128] [--prefill 2048 8192] [--tune] [--json F]
+    python benchmarks/gpu_moe.py [--rows 1 2 8 128] [--prefill 2048 8192] [--json F]
 
 Random bf16 weights. Shape A: 256 experts, top 8 and a shared one, hidden 2048, expert width 512;
 shape B (Qwen3-30B-A3B): 128 experts, top 8, width 768, and its whole weight sweep at batch 1.
 Bit for bit: each row alone, among others, shuffled, by the decode and by every grouped kernel.
-Prefill is timed with each grouped form; w160 and c160 are those of Hopper, with ``wgmma``.
+Prefill is timed with each grouped form; w160 is that of Hopper, with ``wgmma``.
 Exits with 1 if a check failed. Needs torch, for data and for the ceilings.
 """
 
@@ -154,7 +154,7 @@ class Runner:
         count = tile.tiles(pairs, groups)
         order, tiles = self.order.data_ptr(), self.tiles.data_ptr()
         if only in ("", "sort"):
-            args = [ids.data_ptr(), order, tiles, pairs, groups, tile.table_rows, count]
+            args = [ids.data_ptr(), order, tiles, pairs, groups, tile.rows, count]
             gpu.run("moe_sort", (groups, 1), args)
         if name in WGMMA_TILES:
             self._wgmma(layer, x, pairs, name, only)
@@ -190,7 +190,7 @@ class Runner:
         shape, tile = self.shape, WGMMA_TILES[name]
         order, tiles = self.order.data_ptr(), self.tiles.data_ptr()
         count = tile.tiles(pairs, shape.experts + shape.shared)
-        grid = (tile.grid(int(self.gpu.device.properties.multiprocessor_count)), 1)
+        grid = (self._blocks(1), 1)
         if only in ("", "gate_up"):
             args = [self._map(m, HALF_ROWS) for m in (layer.gate_up, layer.shared_gate_up)]
             args += [x.data_ptr(), order, tiles, self.act.data_ptr(), count, shape.experts]
@@ -258,9 +258,9 @@ class Checks:
             self.that(torch.equal(full, other), f"{shape.name}: bits of grouped {name}")
         for name in ["r64", *(name for name in WGMMA_TILES if name in results)]:
             for first, count in ((0, 1), (1, 33), (50, 130), (9, 691)):  # experts without a row too
-                place = slice(first, first + count)
+                place = slice(first, first + count)  # cloned: ids lie at multiples of 16 bytes
                 out = torch.empty(count, shape.dim, device="cuda", dtype=torch.bfloat16)
-                parts = [t[place].contiguous() for t in (x, ids, weights, residual)]
+                parts = [t[place].clone() for t in (x, ids, weights, residual)]
                 torch.cuda.synchronize()
                 runner.grouped(layer, *parts, out, name)
                 gpu.stream.sync()
@@ -274,7 +274,7 @@ class Checks:
             sizes = {"dim": shape.dim, "inner": shape.inner, "slots": shape.slots}
             for name in [n for n in GATE_UP_TILES if fits(n, len(pick), **sizes)]:
                 out = torch.full((len(pick), shape.dim), float("nan"), device="cuda").bfloat16()
-                parts = [t[pick].contiguous() for t in (x, ids, weights, residual)]
+                parts = [t[pick] for t in (x, ids, weights, residual)]
                 torch.cuda.synchronize()
                 runner.decode(layer, *parts, out, name)
                 gpu.stream.sync()
@@ -283,7 +283,7 @@ class Checks:
             name = grouped_variant(count, experts=shape.experts, slots=shape.slots)
             out = torch.empty(count, shape.dim, device="cuda", dtype=torch.bfloat16)
             place = slice(100, 100 + count)
-            parts = [t[place].contiguous() for t in (x, ids, weights, residual)]
+            parts = [t[place].clone() for t in (x, ids, weights, residual)]
             torch.cuda.synchronize()
             runner.grouped(layer, *parts, out, name)
             gpu.stream.sync()
@@ -371,9 +371,7 @@ def product_ceiling(gpu: Gpu, stream: Any) -> float:
     return 2 * 8192**3 / gpu.microseconds(work, 3) / 1e6
 
 
-def sweep_30b(
-    gpu: Gpu, gemm: StepGemm, layers: list[Layer], ceiling: float, names: list[str]
-) -> dict[str, Any]:
+def sweep_30b(gpu: Gpu, gemm: StepGemm, layers: list[Layer], ceiling: float) -> dict[str, float]:
     """All weights of Qwen3-30B-A3B that one token reads: 48 layers and the head, one graph."""
     dim, heads = B.dim, 4096
     shapes = ((heads + 1024, dim), (dim, heads), (B.experts, dim), (151936, dim))
@@ -385,31 +383,21 @@ def sweep_30b(
     ids, weights = choices(B, 1)
     runner = Runner(gpu, B, 1)
 
-    def step(name: str) -> None:
+    def step() -> None:
         for i, (qkv_w, out_w, router) in enumerate(dense):
             gemm(qkv_w, x, qkv)
             gemm(out_w, wide, hidden)
             gemm(router, x, scores)
             runner.route(scores, None, ids, weights)
-            runner.decode(layers[i % len(layers)], x, ids, weights, hidden, hidden, name)
+            runner.decode(layers[i % len(layers)], x, ids, weights, hidden, hidden, "r1")
         gemm(head, x, logits)
 
     sizes = sum(n * k for n, k in shapes[:3]) * 48 + shapes[3][0] * dim
-    num_bytes, figures = 2 * sizes + 48 * B.top_k * B.expert_bytes, {}
-    for name in names:
-        us = gpu.microseconds(lambda name=name: step(name), 1, 9)
-        share = num_bytes / us / 1e6 / ceiling
-        print(f"30B-A3B, 1 row, {name}: {us / 1e3:.3f} ms, {num_bytes / 1e9:.2f} GB, {share:.1%}")
-        figures[name] = {"ms": us / 1e3, "gb": num_bytes / 1e9, "share": share}
-    return figures
-
-
-def trials(shape: Shape, rows: int) -> list[str]:
-    """Decode kernels on trial for a number of rows, and those for more rows."""
-    sizes = {"dim": shape.dim, "inner": shape.inner, "slots": shape.slots}
-    chosen = decode_variant(rows, **sizes)
-    names = [n for n in GATE_UP_TILES if n != chosen and fits(n, rows, **sizes)]
-    return [n for n in names if GATE_UP_TILES[n].rows <= 2 * rows]
+    num_bytes = 2 * sizes + 48 * B.top_k * B.expert_bytes
+    us = gpu.microseconds(step, 1, 9)
+    share = num_bytes / us / 1e6 / ceiling
+    print(f"30B-A3B, 1 row: {us / 1e3:.3f} ms, {num_bytes / 1e9:.2f} GB, {share:.1%}")
+    return {"ms": us / 1e3, "gb": num_bytes / 1e9, "share": share}
 
 
 def load_kernels(gpu: Gpu) -> None:
@@ -430,7 +418,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 128])
     parser.add_argument("--prefill", type=int, nargs="*", default=[2048, 8192])
-    parser.add_argument("--tune", action="store_true", help="other tiles of the decode kernels too")
     parser.add_argument("--json", help="file for the figures")
     options = parser.parse_args()
     torch.manual_seed(3)
@@ -451,15 +438,13 @@ def main() -> int:
             found = decode_variant(rows, dim=shape.dim, inner=shape.inner, slots=shape.slots)
             by_group = grouped_variant(rows, experts=shape.experts, slots=shape.slots)
             names = [found or by_group]
-            names += trials(shape, rows) if options.tune else []
             names += ["r16"] if rows == 8 else []
             key = f"{shape.name} decode {rows}"
             figures[key] = time_decode(gpu, shape, layers, rows, ceiling, names)
         for rows in options.prefill:
             figures[f"{shape.name} prefill {rows}"] = time_prefill(gpu, shape, layers, rows)
         if shape is B:
-            names = ["r1", *(trials(B, 1) if options.tune else [])]
-            figures["30B-A3B sweep"] = sweep_30b(gpu, gemm, layers, ceiling, names)
+            figures["30B-A3B sweep"] = sweep_30b(gpu, gemm, layers, ceiling)
         del layers
         torch.cuda.empty_cache()
     if options.json:

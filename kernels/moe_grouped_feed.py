@@ -21,7 +21,6 @@ from atlas_kernels.ptx_async import (
     copy_commit,
     copy_wait,
     tile_load,
-    tile_load_to_all,
 )
 from atlas_kernels.ptx_math import first_bit, popcount, quotient
 from atlas_kernels.ptx_memory import (
@@ -31,7 +30,16 @@ from atlas_kernels.ptx_memory import (
     store_shared_b32x4,
     store_shared_b64,
 )
-from atlas_kernels.ptx_warp import ballot, lane_id, shuffle_b32, sync_named, sync_warp, thread_x
+from atlas_kernels.ptx_warp import (
+    ballot,
+    block_x,
+    lane_id,
+    num_blocks_x,
+    shuffle_b32,
+    sync_named,
+    sync_warp,
+    thread_x,
+)
 
 _PRODUCERS = 3  # the named barrier of the warps that gather
 
@@ -46,22 +54,6 @@ def _entries(tiles, chunk, num_tiles):
     return expert, first, count, ballot(i32(1) if count > 0 else i32(0))
 
 
-def _ask_weights(tile: WgmmaTile) -> Any:
-    """Ask for 256 rows of a matrix, both halves; in a cluster for one, on behalf of all."""
-    half_bytes, cluster = tile.weights_bytes // 2, tile.cluster
-    load = tile_load(2) if cluster == 1 else tile_load_to_all(2, cluster)
-
-    @device
-    def ask_weights(at, source, full, at_k, row, half_rows, rank):
-        if cluster == 1:
-            load(at, source, full, at_k, row)
-            load(at + half_bytes, source, full, at_k, row + half_rows)
-        else:
-            load(at + rank * half_bytes, source, full, at_k, row + rank * half_rows)
-
-    return ask_weights
-
-
 def produce_tiles(tile: WgmmaTile, *, gathered: bool) -> Any:
     """By four warps, of which one alone does without ``gathered``: all stages of all tiles.
 
@@ -70,8 +62,8 @@ def produce_tiles(tile: WgmmaTile, *, gathered: bool) -> Any:
     """
     stages, stage_bytes, barriers_at = tile.stages, tile.stage_bytes, tile.barriers_at
     weights_bytes, notes_at, rows_at = tile.weights_bytes, tile.notes_at, tile.rows_at
-    cluster, box_bytes, lag = tile.cluster, ROW_BOX * 128, tile.lag
-    ask_weights, load_rows = _ask_weights(tile), tile_load(2)
+    half_bytes, box_bytes, lag = tile.weights_bytes // 2, ROW_BOX * 128, tile.lag
+    load = tile_load(2)
     copied, all_copied = copy_wait(lag), copy_wait(0)
 
     @device
@@ -96,7 +88,7 @@ def produce_tiles(tile: WgmmaTile, *, gathered: bool) -> Any:
     @device
     def produce(
         base, w, w_shared, source, order, tiles, num_tiles, experts, slots, steps, columns,
-        column_step, expert_rows, half_rows, stride, item, each, rank,
+        column_step, expert_rows, half_rows, stride,
     ):  # fmt: skip
         lane, thread = lane_id(), i32(thread_x() & 127)
         lanes_before = i32((i64(1) << lane) - 1)
@@ -104,7 +96,7 @@ def produce_tiles(tile: WgmmaTile, *, gathered: bool) -> Any:
         chunk, passed = i32(0), i32(0)
         expert, first, count, filled = _entries(tiles, chunk, num_tiles)
         stage, parity, late, turn = i32(0), i32(1), i32(0), i32(0)
-        item = i32(item)
+        item = i32(block_x())
         while True:
             entry = quotient(item, columns)
             while passed + popcount(filled) <= entry and (chunk + 1) * 32 < num_tiles:
@@ -116,10 +108,6 @@ def produce_tiles(tile: WgmmaTile, *, gathered: bool) -> Any:
             owner = first_bit(ballot(i32(1) if is_it else i32(0)))
             its_expert, at_row = shuffle_b32(expert, owner), shuffle_b32(first, owner)
             its_rows = shuffle_b32(count, owner)
-            if cluster > 1:
-                half = i32((its_rows + 1) >> 1)
-                its_rows = half if rank == 0 else i32(its_rows - half)
-                at_row = i32(at_row + rank * half)
             column = i32((item - entry * columns) * column_step)
             is_shared = its_expert == experts
             matrix = w_shared if is_shared else w
@@ -136,11 +124,12 @@ def produce_tiles(tile: WgmmaTile, *, gathered: bool) -> Any:
                         store_shared_b32x4(base + notes_at + 16 * stage, note)
                     asked = i32(weights_bytes if gathered else weights_bytes + boxes * box_bytes)
                     barrier_expect(full, asked)
-                    ask_weights(at, matrix, full, step * 64, weight_row, half_rows, rank)
+                    load(at, matrix, full, step * 64, weight_row)
+                    load(at + half_bytes, matrix, full, step * 64, weight_row + half_rows)
                     if not gathered:
                         for b in range(boxes):
                             target = at + weights_bytes + b * box_bytes
-                            load_rows(target, source, full, step * 64, at_row + b * ROW_BOX)
+                            load(target, source, full, step * 64, at_row + b * ROW_BOX)
                 if gathered:
                     copy_rows(i32(at + weights_bytes), rows, step, its_rows, thread)
                     if turn >= lag:  # what was copied that long ago is there
@@ -155,7 +144,7 @@ def produce_tiles(tile: WgmmaTile, *, gathered: bool) -> Any:
                 stage = i32(stage + 1)
                 if stage == stages:
                     stage, parity = i32(0), i32(parity ^ 1)
-            item = i32(item + each)
+            item = i32(item + num_blocks_x())
         barrier_wait(barriers + 8 * (stages + stage), parity)
         if thread == 0:
             store_shared_b32x4(base + notes_at + 16 * stage, (i32(0), i32(-1), i32(0), i32(0)))

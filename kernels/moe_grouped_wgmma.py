@@ -5,10 +5,8 @@ by 256 rows of its matrix (four blocks of 64, its M). Two warp groups multiply; 
 both halves of the tile, which are gate and up of the same columns. The other warps bring stages of
 64 k: weights by TMA, rows of x by ``cp.async``, since they lie anywhere, and activations, which
 lie in the order of the pairs, by TMA again. Thread blocks stay, and take every so many tiles of
-``moe_sort``'s table; the next tile's memory is asked for while this one's sums are written.
-
-In a cluster of two both thread blocks take half of a table entry's rows, and each brings half of
-the weights for both. The order of summation is that of ``moe_plan``.
+``moe_sort``'s table; the next tile's memory is asked for while this one's sums are written. The
+order of summation is that of ``moe_plan``.
 """
 
 from __future__ import annotations
@@ -22,16 +20,12 @@ from atlas_kernels.moe_grouped_feed import produce_tiles
 from atlas_kernels.moe_plan import WGMMA_TILES, WgmmaTile
 from atlas_kernels.ptx import instruction
 from atlas_kernels.ptx_async import (
-    barrier_arrive_cluster,
     barrier_arrive_if,
     barrier_init,
     barrier_init_fence,
     barrier_wait,
-    cluster_rank,
     launch_dependents,
     map_acquire,
-    map_rank,
-    sync_cluster,
     wait_prerequisites,
 )
 from atlas_kernels.ptx_math import pack_bf16, quotient
@@ -45,9 +39,7 @@ from atlas_kernels.ptx_memory import (
     store_shared_b32,
 )
 from atlas_kernels.ptx_warp import (
-    block_x,
     lane_id,
-    num_blocks_x,
     shuffle_b32,
     sync_named,
     sync_threads,
@@ -147,7 +139,7 @@ def _write_tile(n: int, pitch: int, *, gated: bool) -> Any:
 def _multiply_tile(tile: WgmmaTile, n: int, *, gated: bool) -> Any:
     """By a warp group: its sums of a tile of up to ``n`` rows, written; the ring's next place."""
     stages, stage_bytes, barriers_at = tile.stages, tile.stage_bytes, tile.barriers_at
-    weights_bytes, cluster, pitch = tile.weights_bytes, tile.cluster, tile.pitch
+    weights_bytes, pitch = tile.weights_bytes, tile.pitch
     buffers_at, buffer_bytes, rows_at, pairs_bytes = (
         tile.buffers_at, tile.buffer_bytes, tile.rows_at, 4 * tile.rows,
     )  # fmt: skip
@@ -160,12 +152,8 @@ def _multiply_tile(tile: WgmmaTile, n: int, *, gated: bool) -> Any:
 
     @device
     def release(barrier, wanted):
-        """Give a stage back, to the producers of all thread blocks that write to it."""
-        lane = lane_id()
-        if cluster == 1:
-            barrier_arrive_if(barrier, i32(1) if lane == 0 and wanted else i32(0))
-        elif lane < cluster and wanted:
-            barrier_arrive_cluster(map_rank(barrier, lane))
+        """Give a stage back to the producers."""
+        barrier_arrive_if(barrier, i32(1) if lane_id() == 0 and wanted else i32(0))
 
     @device
     def multiply_tile(
@@ -254,10 +242,9 @@ def _consume(tile: WgmmaTile, *, gated: bool) -> Any:
 
 
 def _begin(tile: WgmmaTile, *, gathered: bool) -> Any:
-    """Make the barriers, in every thread block of the cluster."""
+    """Make the barriers."""
     stages, barriers_at = tile.stages, tile.barriers_at
-    arrivals, releases = 5 if gathered else 1, 8 * tile.cluster
-    sync_blocks = sync_threads if tile.cluster == 1 else sync_cluster
+    arrivals, releases = 5 if gathered else 1, 8
 
     @device
     def begin(base):
@@ -266,7 +253,7 @@ def _begin(tile: WgmmaTile, *, gathered: bool) -> Any:
                 barrier_init(base + barriers_at + 8 * i, arrivals)
                 barrier_init(base + barriers_at + 8 * (stages + i), releases)
             barrier_init_fence()
-        sync_blocks()
+        sync_threads()
 
     return begin
 
@@ -276,20 +263,19 @@ def _begin(tile: WgmmaTile, *, gathered: bool) -> Any:
     args="ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64",
     threads=lambda tile: tile.threads,
     shared=lambda tile: tile.shared_bytes,
-    cluster=lambda tile: tile.cluster,
     arch="sm_90a",
     lto=True,
     variants=_VARIANTS,
 )
 def make_moe_grouped_wgmma_gate_up(tile: WgmmaTile) -> Any:
-    """act[position] = silu(gate) · up of its pair's row; any multiple of ``cluster`` as the grid.
+    """act[position] = silu(gate) · up of its pair's row; any grid.
 
     Arguments: tensor maps of the experts' [E · 2F, D] and of the shared expert's [2F, D] (or 0),
     gate rows first, in boxes of [128, 64]; x [T, D]; ``order`` and ``tiles`` of ``moe_sort``; act
     [pairs, F], in the order of ``order``; entries of ``tiles``, E, slots, D, F (multiples of 64);
     the stride of x in bytes.
     """
-    cluster, begin = tile.cluster, _begin(tile, gathered=True)
+    begin = _begin(tile, gathered=True)
     produce, consume = produce_tiles(tile, gathered=True), _consume(tile, gated=True)
     fewer, more = set_max_registers(56, more=False), set_max_registers(224, more=True)
 
@@ -299,7 +285,6 @@ def make_moe_grouped_wgmma_gate_up(tile: WgmmaTile) -> Any:
         launch_dependents()
         wait_prerequisites()
         base, warp = dynamic_shared(), shuffle_b32(thread_x() >> 5, 0)
-        rank = cluster_rank() if cluster > 1 else i32(0)
         begin(base)
         steps = quotient(dim, 64)
         if warp >= 8:
@@ -309,16 +294,13 @@ def make_moe_grouped_wgmma_gate_up(tile: WgmmaTile) -> Any:
                 if w_shared != 0:
                     map_acquire(w_shared)
             columns = quotient(inner + 127, 128)
-            first, each = quotient(block_x(), cluster), quotient(num_blocks_x(), cluster)
             produce(
                 base, w, w_shared, x, order, tiles, num_tiles, experts, slots, steps, columns,
-                i32(128), i32(2 * inner), inner, x_stride, first, each, rank,
+                i32(128), i32(2 * inner), inner, x_stride,
             )  # fmt: skip
         else:
             more()
             consume(base, order, act, inner, steps, i32(warp >> 2), i32(thread_x() & 127))
-        if cluster > 1:
-            sync_cluster()  # nobody leaves while the other may write to its memory
 
     return moe_grouped_wgmma_gate_up
 
@@ -328,19 +310,18 @@ def make_moe_grouped_wgmma_gate_up(tile: WgmmaTile) -> Any:
     args="ptr ptr ptr ptr ptr ptr i32 i32 i32 i32",
     threads=lambda tile: tile.threads,
     shared=lambda tile: tile.shared_bytes,
-    cluster=lambda tile: tile.cluster,
     arch="sm_90a",
     lto=True,
     variants=_VARIANTS,
 )
 def make_moe_grouped_wgmma_down(tile: WgmmaTile) -> Any:
-    """y[pair] = W_down · act[position], bf16 [pairs, D]; any multiple of ``cluster`` as the grid.
+    """y[pair] = W_down · act[position], bf16 [pairs, D]; any grid.
 
     Arguments: tensor maps of the experts' [E · D, F] and of the shared expert's [D, F] (or 0) in
     boxes of [128, 64], and of act [pairs, F] in boxes of [32, 64]; ``order`` and ``tiles`` of
     ``moe_sort``; y; entries of ``tiles``, E, D (a multiple of 128), F (of 64).
     """
-    cluster, begin = tile.cluster, _begin(tile, gathered=False)
+    begin = _begin(tile, gathered=False)
     produce, consume = produce_tiles(tile, gathered=False), _consume(tile, gated=False)
     fewer, more = set_max_registers(40, more=False), set_max_registers(232, more=True)
 
@@ -348,7 +329,6 @@ def make_moe_grouped_wgmma_down(tile: WgmmaTile) -> Any:
         launch_dependents()
         wait_prerequisites()
         base, warp = dynamic_shared(), shuffle_b32(thread_x() >> 5, 0)
-        rank = cluster_rank() if cluster > 1 else i32(0)
         begin(base)
         steps = quotient(inner, 64)
         if warp >= 8:
@@ -360,15 +340,12 @@ def make_moe_grouped_wgmma_down(tile: WgmmaTile) -> Any:
                     if w_shared != 0:
                         map_acquire(w_shared)
                 columns = quotient(dim + 255, 256)
-                first, each = quotient(block_x(), cluster), quotient(num_blocks_x(), cluster)
                 produce(
                     base, w, w_shared, act, order, tiles, num_tiles, experts, i32(1), steps,
-                    columns, i32(256), dim, i32(128), i64(0), first, each, rank,
+                    columns, i32(256), dim, i32(128), i64(0),
                 )  # fmt: skip
         else:
             more()
             consume(base, order, y, dim, steps, i32(warp >> 2), i32(thread_x() & 127))
-        if cluster > 1:
-            sync_cluster()  # nobody leaves while the other may write to its memory
 
     return moe_grouped_wgmma_down

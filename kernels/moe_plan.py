@@ -17,8 +17,8 @@ MAX_SLOTS = 32
 """Choices of a row, the shared expert included."""
 COLUMNS = 8
 """Columns of the output that a thread block of ``moe_down`` takes at once."""
-# Shared memory of a thread block, sm_90, so that an SM holds one, two or three.
-_FULL, _HALF, _THIRD = 227 * 1024, 113 * 1024, 75 * 1024
+# Shared memory of a thread block, sm_90, so that an SM holds one or two.
+_FULL, _HALF = 227 * 1024, 113 * 1024
 
 ROUTE_VARIANTS = {"e128": 4, "e256": 8, "e512": 16, "e1024": 32}
 """``moe_route_<variant>``: experts that a lane has in registers."""
@@ -107,39 +107,20 @@ def down_area(rows: int, slots: int, inner: int) -> int:
 
 
 GATE_UP_TILES: dict[str, DecodeTile] = {
-    "r1": DecodeTile(1, 8, 256, 3, 2, _HALF),
+    "r1": DecodeTile(1, 8, 128, 6, 2, _HALF),
     "r2": DecodeTile(2, 8, 256, 3, 2, _HALF),
-    "r4": DecodeTile(4, 8, 128, 5, 2, _HALF),
+    "r4": DecodeTile(4, 16, 128, 5, 1, _FULL),
     "r8": DecodeTile(8, 16, 128, 5, 1, _FULL),
-    "t1a": DecodeTile(1, 8, 128, 6, 2, _HALF),
-    "t1b": DecodeTile(1, 12, 128, 2, 1, _THIRD),
-    "t1c": DecodeTile(1, 12, 256, 4, 1, _FULL),
-    "t1d": DecodeTile(1, 10, 128, 3, 1, _THIRD),
-    "t2a": DecodeTile(2, 8, 128, 5, 2, _HALF),
-    "t4a": DecodeTile(4, 16, 128, 5, 1, _FULL),
-    "t8a": DecodeTile(8, 8, 128, 4, 2, _HALF),
-    "t8b": DecodeTile(8, 16, 256, 2, 1, _FULL),
 }
-"""``moe_gate_up_bf16_<variant>``."""
+"""``moe_gate_up_bf16_<variant>``, fewest rows first."""
 
 DOWN_TILES: dict[str, DecodeTile] = {
-    "r1": DecodeTile(1, 9, 128, 5, 2, _HALF),  # 8 experts and a shared one: a warp each
+    "r1": DecodeTile(1, 9, 256, 2, 2, _HALF),  # 8 experts and a shared one: a warp each
     "r2": DecodeTile(2, 8, 128, 5, 2, _HALF),
-    "r4": DecodeTile(4, 8, 128, 3, 2, _HALF),
+    "r4": DecodeTile(4, 16, 128, 4, 1, _FULL),
     "r8": DecodeTile(8, 16, 128, 3, 1, _FULL),
-    "t1a": DecodeTile(1, 9, 256, 2, 2, _HALF),
-    "t1b": DecodeTile(1, 9, 128, 3, 2, _THIRD),
-    "t1c": DecodeTile(1, 9, 64, 9, 2, _HALF),
-    "t1d": DecodeTile(1, 9, 128, 3, 2, _THIRD),
-    "t2a": DecodeTile(2, 9, 128, 4, 2, _HALF),
-    "t4a": DecodeTile(4, 16, 128, 4, 1, _FULL),
-    "t8a": DecodeTile(8, 12, 256, 2, 1, _FULL),
-    "t8b": DecodeTile(8, 24, 64, 4, 1, _FULL),
 }
 """``moe_down_bf16_<variant>``."""
-
-_CHOSEN = ("r1", "r2", "r4", "r8")
-"""By rows; the others are on trial, see ``benchmarks/gpu_moe.py --tune``."""
 
 
 def decode_variant(rows: int, *, dim: int, inner: int, slots: int) -> str | None:
@@ -155,7 +136,8 @@ def decode_variant(rows: int, *, dim: int, inner: int, slots: int) -> str | None
     """
     if dim % 64 or inner % 64 or not 1 <= slots <= MAX_SLOTS:
         return None
-    return next((n for n in _CHOSEN if fits(n, rows, dim=dim, inner=inner, slots=slots)), None)
+    names = (n for n in GATE_UP_TILES if fits(n, rows, dim=dim, inner=inner, slots=slots))
+    return next(names, None)
 
 
 def fits(name: str, rows: int, *, dim: int, inner: int, slots: int) -> bool:
@@ -194,11 +176,6 @@ class GroupedTile:
     def threads(self) -> int:
         """Of a thread block."""
         return 32 * self.warps
-
-    @property
-    def table_rows(self) -> int:
-        """Rows of an entry of the table that ``moe_sort`` writes."""
-        return self.rows
 
     @property
     def stage_bytes(self) -> int:
@@ -248,13 +225,10 @@ class WgmmaTile:
         Rows of the sorted pairs that it has room for.
     stages : int
         Stages of 64 elements of K.
-    cluster : int
-        Thread blocks that share an entry of the table, and its weights: 1 or 2.
     """
 
     rows: int
     stages: int
-    cluster: int = 1
 
     @property
     def threads(self) -> int:
@@ -265,11 +239,6 @@ class WgmmaTile:
     def sizes(self) -> tuple[int, ...]:
         """Rows that a product may have: the N of the tensor-core instruction."""
         return tuple(range(16, self.rows + 1, 16))
-
-    @property
-    def table_rows(self) -> int:
-        """Rows of an entry of the table that ``moe_sort`` writes."""
-        return self.rows * self.cluster
 
     @property
     def weights_bytes(self) -> int:
@@ -326,15 +295,11 @@ class WgmmaTile:
 
     def tiles(self, pairs: int, experts: int) -> int:
         """Entries of the table, as ``GroupedTile.tiles``."""
-        return pairs // self.table_rows + experts
-
-    def grid(self, num_sms: int) -> int:
-        """Thread blocks: one for each SM, in whole clusters."""
-        return num_sms // self.cluster * self.cluster
+        return pairs // self.rows + experts
 
 
-WGMMA_TILES: dict[str, WgmmaTile] = {"w160": WgmmaTile(160, 4), "c160": WgmmaTile(160, 4, 2)}
-"""``moe_grouped_wgmma_<part>_bf16_<variant>``; c160 is on trial, ``benchmarks/gpu_moe.py``."""
+WGMMA_TILES: dict[str, WgmmaTile] = {"w160": WgmmaTile(160, 4)}
+"""``moe_grouped_wgmma_<part>_bf16_<variant>``."""
 
 
 def wgmma_variant(rows: int, *, experts: int, slots: int) -> str | None:

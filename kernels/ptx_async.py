@@ -127,22 +127,6 @@ def tile_multicast(dims: int, policy: str) -> Any:
 
 
 @cache
-def tile_load_to_all(dims: int, blocks: int) -> Any:
-    """``tile_load`` to the first ``blocks`` thread blocks of the cluster at once.
-
-    The tile arrives at the same shared address in each, and counts at the barrier of the same
-    address there.
-    """
-    coordinates = ", ".join(f"${3 + i}" for i in range(dims))
-    text = (
-        f"{{ .reg .b16 m; mov.b16 m, {(1 << blocks) - 1};"
-        f" cp.async.bulk.tensor.{dims}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        f".multicast::cluster [$0], [$1, {{{coordinates}}}], [$2], m; }}"
-    )
-    return instruction("", "r l r" + " r" * dims, text)
-
-
-@cache
 def tile_store(dims: int) -> Any:
     """(shared, map, c0, c1, …): start storing a tile. A coordinate must not be negative."""
     coordinates = ", ".join(f"${2 + i}" for i in range(dims))

@@ -28,6 +28,7 @@ from atlas.backends.cuda import moe as moe_ops
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.moe import moe_experts
 from atlas.backends.cuda.pack import DeviceMatrix, MatrixLayout
+from atlas.errors import ShapeError
 from atlas.ops import OPS
 from tests.kernels.launches import Bench, Buffer, close, machine_bench, rounded
 from tests.kernels.op_launches import BenchQueue, run_op
@@ -274,7 +275,7 @@ class Experts:
         bench, rows, slots = self.bench, len(x), self.slots
         tile, (gate_up, down, shared_gate_up, shared_down) = WGMMA_TILES[variant], self.addresses
         source, weights_at = bench.put(x, "bf16", pad=8), bench.memory.put(weights)
-        order, tiles, num_tiles = _sorted(bench, ids, EXPERTS + 1, tile.table_rows)
+        order, tiles, num_tiles = _sorted(bench, ids, EXPERTS + 1, tile.rows)
         assert num_tiles == tile.tiles(ids.size, EXPERTS + 1)
         act = bench.empty((rows * slots, INNER), "bf16").address
         y = bench.empty((rows * slots, DIM), "bf16").address
@@ -314,6 +315,7 @@ def _rows_of(experts: Experts, counts: list[int]) -> tuple[Array, Array, Array, 
         ([0, 1, 63, 0, 129, 0], False, 3),
         ([33, 0, 2, 0, 0, 97], True, 4),
         ([0, 161, 0, 0, 0, 1], False, 7),
+        ([1] * 6, True, 5),
         ([0] * 6, False, 2),
     ],
 )
@@ -337,7 +339,7 @@ def test_wgmma_and_mma(bench: Bench, counts: list[int], shared: bool, blocks: in
     [([0, 1, 700, 321, 40, 161], 132), ([2, 0, 0, 319, 320, 17], 10), ([0, 0, 5, 0, 0, 0], 2)],
 )
 def test_wgmma_at_length(bench: Bench, variant: str, counts: list[int], blocks: int) -> None:
-    """On Hopper: tables of several turns of every thread block, also in clusters."""
+    """On Hopper: tables of several turns of every thread block."""
     experts = Experts(bench, shared=True, seed=sum(counts))
     x, ids, weights, residual = _rows_of(experts, counts)
     want = experts.grouped(x, ids, weights, bench.put(residual, "bf16"), variant="r64")
@@ -433,7 +435,7 @@ class Block:
         data = DeviceArray(address, (6 * rows, 2 * cols), "uint8")
         return DeviceMatrix(MatrixLayout("bf16", "bf16", 6 * rows, cols, 6), data)
 
-    def _bf16(self, *shape: int) -> DeviceArray:
+    def buffer(self, *shape: int) -> DeviceArray:
         return DeviceArray(self.bench.empty(shape, "bf16").address, shape, "bfloat16")
 
     def run(self, scores: Array, slots: Array, x: Array, residual: Array) -> Array:
@@ -453,8 +455,8 @@ class Block:
         source, out = bench.put(x, "bf16"), bench.put(residual, "bf16")
         moe_ops.moe_experts(
             self.queue, DeviceArray(source.address, x.shape, "bfloat16"), *self.matrices, *routed,
-            "silu", expert_gate_up=self._bf16(rows, 2, 2 * INNER),
-            expert_activated=self._bf16(rows, 2, INNER), expert_out=self._bf16(rows, 2, DIM),
+            "silu", expert_gate_up=self.buffer(rows, 2, 2 * INNER),
+            expert_activated=self.buffer(rows, 2, INNER), expert_out=self.buffer(rows, 2, DIM),
             out=DeviceArray(out.address, x.shape, "bfloat16"),
         )  # fmt: skip
         return bench.get(out)
@@ -475,6 +477,22 @@ def test_padding_reads_no_experts(bench: Bench) -> None:
         np.testing.assert_array_equal(padded[real], alone)
         np.testing.assert_array_equal(padded[slots < 0], residual[slots < 0])
         assert (alone != residual[real]).any(axis=1).all()
+
+
+def test_ids_between_multiples_of_16_bytes_are_refused(ptx_of: Callable[[str], str]) -> None:
+    """Such as those from some row on: ``moe_sort`` loads four at once."""
+    bench = machine_bench(ptx_of)
+    block = Block(bench, (8, 0))
+    x, out = (block.buffer(1, DIM) for _ in range(2))
+    address = bench.memory.put(np.zeros((2, 2), np.int32))
+    weights = DeviceArray(bench.memory.put(np.zeros((1, 2), np.float32)), (1, 2), "float32")
+    with pytest.raises(ShapeError, match=r"ids .* must lie at multiples of 16 bytes"):
+        moe_experts(
+            block.queue, x, *block.matrices, DeviceArray(address + 8, (1, 2), "int32"), weights,
+            "silu", expert_gate_up=block.buffer(1, 2, 2 * INNER),
+            expert_activated=block.buffer(1, 2, INNER), expert_out=block.buffer(1, 2, DIM), out=out,
+        )  # fmt: skip
+    assert block.queue.launched == []
 
 
 @pytest.mark.gpu

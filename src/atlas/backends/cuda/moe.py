@@ -130,15 +130,15 @@ def moe_experts(
     if wide is None or queue.device.arch != "sm_90a":
         variant = grouped_variant(rows, experts=experts, slots=slots)
         tile = GROUPED_TILES[variant]
-        order, tiles, count = _sort(queue, ids, groups, tile.table_rows)
+        order, tiles, count = _sort(queue, ids, groups, tile.rows)
         args = (weight, last_up, x, order, tiles, act, experts, slots, dim, inner, x.strides[0])
         queue.launch(f"moe_grouped_gate_up_bf16_{variant}", (inner // 64, count), args)
         args = (second, last_down, act, order, tiles, expert_out, experts, dim, inner)
         queue.launch(f"moe_grouped_down_bf16_{variant}", (dim // 128, count), args)
     else:
         wgmma = WGMMA_TILES[wide]
-        order, tiles, count = _sort(queue, ids, groups, wgmma.table_rows)
-        grid = (wgmma.grid(queue.device.num_sms), 1)
+        order, tiles, count = _sort(queue, ids, groups, wgmma.rows)
+        grid = (queue.device.num_sms, 1)
         maps = (_map(queue, gate_up), _map(queue, shared_gate_up))
         args = (*maps, x, order, tiles, act, count, experts, slots, dim, inner, x.strides[0])
         matrices = (gate_up, down, shared_gate_up, shared_down)
@@ -153,6 +153,8 @@ def moe_experts(
 
 def _sort(queue: Queue, ids: DeviceArray, groups: int, rows: int) -> tuple[int, int, int]:
     """Pairs by expert: addresses of their order and of the table of tiles, entries of the table."""
+    if ids.address % 16:  # moe_sort loads four at once
+        raise ShapeError(f"ids {ids} must lie at multiples of 16 bytes")
     pairs = ids.shape[0] * ids.shape[1]
     count = pairs // rows + groups  # as ``tiles`` of the kernels' tile
     tiles = queue.scratch(count * _TILE_ENTRY_BYTES + 4 * pairs)
