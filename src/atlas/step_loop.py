@@ -265,8 +265,9 @@ class StepLoop:
         """
         started = time.perf_counter()
         try:
-            launched = self._launch_next()
-            if self._flights and (not launched or len(self._flights) == self.depth):
+            # As many as may be are under way already where an interrupt kept one from settling.
+            launched = len(self._flights) < self.depth and self._launch_next()
+            if self._flights and (not launched or len(self._flights) >= self.depth):
                 self._settle_oldest()
             elif not launched:
                 return False

@@ -21,7 +21,7 @@ from atlas.errors import (
 from atlas.event import Event
 from atlas.generation import Generation
 from atlas.live_request import LiveRequest
-from atlas.step_loop import Flight
+from atlas.step_loop import Flight, StepLoop
 from tests.composition.harness import assert_balanced
 from tests.engine.faults import PARAMS, PROMPTS, STEPS, drain, ids_of, raising
 
@@ -134,6 +134,36 @@ def test_an_interrupt_while_a_step_is_planned_undoes_it(
     assert interrupts == 2
     for name in PROMPTS:
         assert ids_of([e for e in events if e.request_id == name]) == expected[name]
+
+
+@pytest.mark.parametrize("feed", [False, True])
+def test_an_interrupt_between_launch_and_settling_leaves_the_step_to_be_settled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, feed: bool
+) -> None:
+    settle = StepLoop._settle_oldest
+    settled: list[StepLoop] = []
+
+    def interrupted(loop: StepLoop) -> None:
+        settled.append(loop)
+        if len(settled) in (3, 8):
+            os.kill(os.getpid(), signal.SIGINT)
+        settle(loop)
+
+    with Engine(folder, threads=1, quiet=True, feed=feed) as engine:
+        expected = engine.generate(PROMPTS["a"], PARAMS).token_ids
+        monkeypatch.setattr(StepLoop, "_settle_oldest", interrupted)
+        engine.submit(PROMPTS["a"], PARAMS)
+        interrupts = 0
+        events: list[Event] = []
+        for _ in range(STEPS):
+            try:
+                events += engine.step()
+            except KeyboardInterrupt:
+                interrupts += 1
+            if not engine.has_unfinished():
+                break
+        assert interrupts == 2
+        assert ids_of(events) == expected
 
 
 def test_an_interrupt_waits_until_tokens_are_kept_and_sent(
