@@ -74,10 +74,11 @@ class SchedulingOptions:
             object.__setattr__(self, name, int(value))  # NumPy's integers too
         for name in ("token_deadline_s", "aging_s"):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
+            number = isinstance(value, numbers.Real) and not isinstance(value, bool)
             if not number or not 0 <= value < 1e9:
                 raise InvalidArgumentError(f"{name} is {value!r}; allowed: seconds, 0 or more")
-        if self.preemption not in ("requeue", "spill"):
+            object.__setattr__(self, name, float(value))
+        if not isinstance(self.preemption, str) or self.preemption not in ("requeue", "spill"):
             raise InvalidArgumentError(
                 f"preemption is {self.preemption!r}; allowed: 'requeue', 'spill'"
             )
@@ -86,7 +87,7 @@ class SchedulingOptions:
                 raise InvalidArgumentError(
                     f"{name} is {getattr(self, name)!r}; allowed: True, False"
                 )
-        if self.feed not in (None, True, False):
+        if self.feed is not None and not isinstance(self.feed, bool):
             raise InvalidArgumentError(f"feed is {self.feed!r}; allowed: True, False, None")
 
     @classmethod
