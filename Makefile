@@ -22,7 +22,7 @@ ARCHS ?= sm_80 sm_90a sm_100 sm_120
 # Suites of the engine's surface that run on a GPU as they do on the CPU.
 GPU_SUITES := tests/engine tests/composition tests/capi tests/serving
 
-.PHONY: demo test check lint bench contract long kernels-all gpu clean
+.PHONY: demo test check lint bench contract long kernels-all kernels-test gpu clean
 
 # An editable install (that of `make test`) serves the demo as well; it is not replaced.
 demo: $(or $(wildcard $(VENV)/.editable),$(VENV)/.installed)
@@ -52,6 +52,10 @@ kernels-all: $(VENV)/.cuda
 		$(BIN)/atlas kernels build --arch $$arch --out build/kernels/$$arch && \
 		$(BIN)/atlas kernels list --arch $$arch | tee build/kernels/$$arch.txt || exit 1; \
 	done
+
+# CUDA kernels without a GPU: all of them compiled, small cases on an interpreter of PTX. Nine minutes.
+kernels-test: $(VENV)/.cuda
+	$(BIN)/python -m pytest tests/kernels $(ARGS)
 
 # Everything that needs a GPU; without one it fails.
 gpu: $(VENV)/.cuda

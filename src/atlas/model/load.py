@@ -40,6 +40,7 @@ _DEFAULT_SEQ_LEN = 8192
 _MAX_ROWS = 512
 _LOGITS_ROWS = 64
 _MAX_RUNNING = 32
+_LEAST_SOURCE = 3
 _MAX_PREFILLS = 16
 _STATE_SNAPSHOTS = 16
 _CHECKPOINTS = 8  # sequences driven by hand that may await an accept at a time
@@ -287,6 +288,11 @@ def plan_load(checkpoint: Checkpoint, options: LoadOptions) -> LoadPlan:
     max_source_len = 0
     if config.encoder is not None:
         max_source_len = min(config.encoder.max_source_len, options.max_seq_len or _DEFAULT_SEQ_LEN)
+        if max_source_len < _LEAST_SOURCE:
+            raise InvalidArgumentError(
+                f"max_seq_len is {max_source_len}; allowed: {_LEAST_SOURCE} or more: a source's "
+                "tag, one token and its end"
+            )
     kv_tokens = options.kv_tokens or default_kv_tokens(config, max_seq_len)
     num_blocks = -(-kv_tokens // BLOCK_SIZE)
     max_rows = max(options.max_step_tokens, backend.step_rows, max_source_len)

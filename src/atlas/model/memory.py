@@ -38,10 +38,10 @@ class MemoryPlan:
 
     def refusal(self, reason: str) -> OutOfMemoryError:
         """The error that says what was planned and why it cannot be."""
-        recurrent, lower = "", "kv_tokens or max_seq_len"
+        recurrent, lower = "", "kv_tokens, max_seq_len or chunk_tokens"
         if self.recurrent:
             recurrent = f"recurrent state {self.recurrent / 2**20:.0f} MiB, "
-            lower += ", max_running or state_snapshots"
+            lower = "kv_tokens, max_seq_len, chunk_tokens, max_running or state_snapshots"
         return OutOfMemoryError(
             f"weights need {self.weights / 2**20:.0f} MiB, {recurrent}the KV cache "
             f"{self.kv_pool / 2**20:.0f} MiB and buffers {self.buffers / 2**20:.0f} MiB; "
