@@ -2,9 +2,9 @@
 
 A matrix has one order of summation, that of the step GEMM. cuBLASLt promises none, so before an
 algorithm serves a kind of product it must give the step GEMM's bits on random rows of the matrix
-itself, at several numbers of rows (``Trial``). Then it stays. A bias is added to float32 sums by a
-kernel of ours. Kinds that no algorithm passes for go through the step GEMM, 128 rows at a time;
-``disclosed`` says which.
+itself, at several numbers of rows (``Trial``). Then it stays. A kernel of ours adds a bias or a
+residual to float32 sums. Kinds that no algorithm passes for go through the step GEMM, 128 rows at a
+time; ``disclosed`` says which.
 
 A quantised matrix is first turned into bf16, which is what the step GEMM does with its weights.
 """
@@ -227,7 +227,9 @@ class Trial:
         serve.
         """
         if forms is None:
-            forms = [True] if self._kind.has_bias else [False, True]
+            # With a residual (beta 1, bfloat16) no algorithm had the bits on an H200, at any size.
+            is_added = self._kind.has_bias or self._kind.has_residual
+            forms = [True] if is_added else [False, True]
         memory: list[int] = []
         try:
             return self._search(memory, forms)
