@@ -62,9 +62,14 @@ class StepTile:
         return self.consumers + 32
 
     @property
+    def row_bytes(self) -> int:
+        """Shared memory of a stage's activations."""
+        return self.rows * self.k_block * 2
+
+    @property
     def stage_bytes(self) -> int:
         """Shared memory of a stage: weights, then activations."""
-        return (self.columns + self.rows) * self.k_block * 2
+        return self.columns * self.k_block * 2 + self.row_bytes
 
     @property
     def rows_offset(self) -> int:
@@ -88,7 +93,7 @@ class StepTile:
         ``wgmma`` reads 64 rows of W where a box may have fewer. What lies behind makes sums that
         nobody looks at; behind the last stage, too, it must be there.
         """
-        behind = (self.consumers // 2 - self.columns) * 128 - self.rows * self.k_block * 2
+        behind = (self.consumers // 2 - self.columns) * 128 - self.row_bytes
         return max(self.barrier_offset + 16 * self.stages, self.stages * self.stage_bytes + behind)
 
     def grid(self, n: int) -> int:
@@ -164,7 +169,7 @@ COLUMNS = (16, 32, 48, 64, 96, 128)
 """Columns of the tiles ``c16`` … ``c128``, one thread block an SM: a matrix gets the first with
 which its tiles fit the SMs of an H200. What has more rows than that, and is not gated, is ``wide``.
 """
-_BESIDE_ATTENTION = 150 << 10  # of an SM's 227 KB: its thread blocks then find room beside it
+BESIDE_ATTENTION = 150 << 10  # of an SM's 227 KB: its thread blocks then find room beside it
 _ALONE = 200 << 10
 
 
@@ -181,7 +186,7 @@ def _column_tile(columns: int, rows: int) -> StepTile:
     """A tile of ``c<columns>``. 128 rows are bound by what an SM takes in, the least for tiles as
     wide as they are high."""
     if rows < 128:
-        return StepTile(rows, columns, *_stages(columns, rows, _BESIDE_ATTENTION))
+        return StepTile(rows, columns, *_stages(columns, rows, BESIDE_ATTENTION))
     if columns <= 64:
         return StepTile(64, 2 * columns, *_stages(2 * columns, 64, _ALONE), sharers=2)
     return StepTile(128, columns, *_stages(columns, 128, _ALONE))
