@@ -19,11 +19,18 @@ from atlas_kernels.gemm_step_plan import NUM_SMS, TILES, variant
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atlas.backends.cuda.linear import linear
+from atlas.backends.cuda.norm import rmsnorm
+from atlas.backends.cuda.norm_linear import rmsnorm_linear, rmsnorm_linear_gated
+from atlas.errors import ShapeError
 from tests.kernels.launches import Bench, Buffer, machine_bench, rounded
+from tests.kernels.op_launches import BenchQueue, run_op
 from tests.kernels.ptx_machine import Memory
+from tests.ops.cases import Case, random_matrix
 
 Array = np.ndarray[Any, Any]
 EPS = np.float32(1e-6)
+NAMES = ["x", "norm", "eps", "weight", "bias"]
 
 
 def test_every_tile_fits_an_sm() -> None:
@@ -164,6 +171,48 @@ def test_no_warp_needs_to_be_first(ptx_of: Callable[[str], str], order: int) -> 
         layer = Layer(bench, 24, 520)
         results.append(layer.fused("c16_4", bench.put(x, "bf16"), "f32", 1))
     np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("format", "rows", "cols", "kernels"),
+    [
+        ("bf16", 1, 264, ["gemm_step_norm_bf16_c16_1"]),
+        ("bf16", 3, 264, ["gemm_step_norm_bf16_c16_4"]),
+        ("bf16", 5, 264, ["rmsnorm_bf16", "gemm_step_bf16_c16_8"]),
+        ("q8_0", 1, 256, ["rmsnorm_bf16", "gemm_step_q8_0_narrow_8"]),
+    ],
+)
+def test_which_kernels_the_op_launches(
+    bench: Bench, format: str, rows: int, cols: int, kernels: list[str]
+) -> None:
+    """And that it gives the bits of the two ops; what it did not write stays as it is."""
+    _skip_without_hopper(bench)
+    rng, results, queue = np.random.default_rng(rows), [], BenchQueue(bench, "sm_90a")
+    matrix = random_matrix(rng, format, 40, cols)
+    x, norm, bias = _normal(rows, cols), _normal(cols), _normal(40)
+    for op, call in (("rmsnorm_linear", rmsnorm_linear), ("apart", _apart)):
+        normed, out = (np.full((rows, width), np.nan, np.float32) for width in (cols, 40))
+        kwargs, written = {"normed": normed, "out": out}, {"normed": normed, "out": out}
+        case = Case("", (x, norm, 1e-5, matrix, bias), kwargs, written)
+        results.append(run_op(queue, "rmsnorm_linear", call, NAMES, case))
+        if op == "rmsnorm_linear":
+            assert queue.launched == kernels
+    np.testing.assert_array_equal(results[0]["out"], results[1]["out"])
+    assert np.isnan(results[0]["normed"]).all() == (len(kernels) == 1)
+
+
+def _apart(
+    queue: Any, x: Any, norm: Any, eps: float, weight: Any, bias: Any, *, normed: Any, out: Any
+) -> None:
+    rmsnorm(queue, x, norm, eps, out=normed)
+    linear(queue, normed, weight, bias, out=out)
+
+
+def test_an_unknown_activation_is_refused(bench: Bench) -> None:
+    with pytest.raises(ShapeError, match="activation 'gelu'; allowed: silu, gelu_tanh"):
+        rmsnorm_linear_gated(
+            BenchQueue(bench, "sm_90a"), *[None] * 5, "gelu", normed=None, gate_up=None, out=None
+        )  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from atlas.errors import CapabilityError, InvalidArgumentError
 from atlas.model.circuit import ForwardSelection, ModelCircuit
 from atlas.model.load import LoadedModel
 from atlas.ops import OPS
+from atlas.ops.select import implementations
 from tests.helpers.random_model import random_model
 
 
@@ -68,6 +70,25 @@ def test_an_op_may_launch_on_the_queue(loaded: LoadedModel) -> None:
     assert recorded
     logits_of(loaded)
     assert len(calls) == recorded  # the second time the lists were there
+
+
+@pytest.mark.contract("circuit.set_forward")
+@pytest.mark.parametrize("name", ["rmsnorm", "linear", "linear_gated", "rmsnorm_linear"])
+def test_a_fused_op_makes_way_for_a_replaced_part(loaded: LoadedModel, name: str) -> None:
+    before, own, calls = logits_of(loaded), implementations("cpu")[name], 0
+
+    @wraps(own)
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal calls
+        calls += 1
+        own(*args, **kwargs)
+
+    circuit_of(loaded).set_forward(ForwardSelection(ops={name: counted}))
+    np.testing.assert_array_equal(logits_of(loaded), before)
+    num_layers = loaded.core.config.num_layers
+    assert calls >= 2 * num_layers  # once for each of two shapes
+    circuit_of(loaded).set_forward(ForwardSelection())
+    np.testing.assert_array_equal(logits_of(loaded), before)
 
 
 @pytest.mark.contract("circuit.set_forward")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from atlas.errors import CapabilityError
 from atlas.ops import OPS
+from atlas.ops.norm_linear import PRODUCTS
 
 
 def implementations(backend: str) -> dict[str, Callable[..., Any]]:
@@ -50,6 +51,33 @@ def _refuse(backend: str, name: str, *args: Any, **kwargs: Any) -> None:
 def bind(functions: dict[str, Callable[..., Any]], queue: object) -> SimpleNamespace:
     """The vocabulary bound to a queue: ``ops.rmsnorm(x, weight, eps, out=out)``."""
     return SimpleNamespace(**{name: partial(call, queue) for name, call in functions.items()})
+
+
+def taken_apart(
+    functions: dict[str, Callable[..., Any]], replaced: Iterable[str]
+) -> dict[str, Callable[..., Any]]:
+    """Fused ops of which a user replaced a part, made of ``functions``: one after the other."""
+    names = set(replaced)
+    return {
+        fused: partial(_norm_then, functions, product)
+        for fused, product in PRODUCTS.items()
+        if fused not in names and names & {"rmsnorm", product}
+    }
+
+
+def _norm_then(
+    functions: dict[str, Callable[..., Any]],
+    product: str,
+    queue: object,
+    x: Any,
+    norm: Any,
+    eps: float,
+    *others: Any,
+    normed: Any,
+    **outs: Any,
+) -> None:
+    functions["rmsnorm"](queue, x, norm, eps, out=normed)
+    functions[product](queue, normed, *others, **outs)
 
 
 def takes_queue(function: Callable[..., Any]) -> bool:
