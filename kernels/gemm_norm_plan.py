@@ -68,18 +68,22 @@ class NormTile(StepTile):
         return self.barrier_offset + 16 * self.stages
 
     @property
+    def behind(self) -> int:
+        """Bytes behind the last stage that ``wgmma`` reads, 64 rows of W where a box has fewer."""
+        return (self.consumers // 2 - self.columns) * 128
+
+    @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: rows, ring and sums; what ``wgmma`` reads behind must be there."""
-        behind = (self.consumers // 2 - self.columns) * 128
+        """Dynamic shared memory: rows, ring and sums; what ``wgmma`` reads must be there."""
         ring = self.sums_offset + 4 * ROLE_WARPS * self.held
-        return self.room + max(ring, self.stages * self.stage_bytes + behind)
+        return self.room + max(ring, self.stages * self.stage_bytes + self.behind)
 
 
 def _tile(columns: int, held: int, room: int, *, gated: bool = False, blocks: int = 1) -> NormTile:
     """As many stages as fit: of 128 elements of K, or of 64 where that makes too few."""
     for k_block in (64,) if gated else (128, 64):
         tile = NormTile(8, columns, k_block, 1, gated, held=held, min_blocks=blocks)
-        tile = replace(tile, stages=(room - tile.room) // tile.stage_bytes)
+        tile = replace(tile, stages=(room - tile.room - tile.behind) // tile.stage_bytes)
         if tile.stages >= 5:
             break
     return tile
