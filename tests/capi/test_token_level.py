@@ -28,6 +28,7 @@ from tests.capi.interface import (
     rewind,
     struct,
 )  # fmt: skip
+from tests.conftest import ON_CUDA
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 NUL = 2**64 - 1
@@ -337,7 +338,8 @@ def test_what_an_engine_tells(loaded: Any, engine: Engine) -> None:
     about = json.loads(read_text("engine_describe", loaded))
     assert about["model"] == engine.describe()["model"]
     has = ffi.new("int32_t *")
-    for name, expected in (("speculative.verify", 1), ("device.cuda", 0), ("vision", 0)):
+    on_cuda = int(engine.options.device == "cuda")
+    for name, expected in (("speculative.verify", 1), ("device.cuda", on_cuda), ("vision", 0)):
         call("engine_has", loaded, name.encode(), has)
         assert has[0] == expected
     assert lib.atlas_has(b"speculative.verify") == 1
@@ -355,8 +357,21 @@ def test_what_is_missing_is_a_capability_error(loaded: Any, sequence: Any) -> No
             call("sequence_fork", sequence, out)
         assert out[0] == ffi.NULL
     logits = make("logits", "sequence_decode", sequence, 5)
-    with pytest.raises(CallError, match=r"CAPABILITY: .*CPU"):
-        call("logits_get_device_rows", logits, struct("device_rows"))
+    if not ON_CUDA:
+        with pytest.raises(CallError, match=r"CAPABILITY: .*CPU"):
+            call("logits_get_device_rows", logits, struct("device_rows"))
+    call("logits_free", logits)
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="logits lie in the host's memory")
+def test_logits_on_a_gpu_have_an_address(loaded: Any, sequence: Any, engine: Engine) -> None:
+    call("sequence_prefill", sequence, ids([3, 4]), 2, 2, ffi.NULL)
+    logits, rows = make("logits", "sequence_decode", sequence, 5), struct("device_rows")
+    call("logits_get_device_rows", logits, rows)
+    assert rows.pointer != ffi.NULL
+    assert rows.stream != ffi.NULL
+    assert rows.row_stride >= engine.model.config.vocab_size
+    assert rows.element_bytes in (2, 4)
     call("logits_free", logits)
 
 
