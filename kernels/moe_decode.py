@@ -21,7 +21,6 @@ from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.activation import silu_mul
 from atlas_kernels.moe_lists import (
     BARRIER_AT,
-    COUNT_AT,
     IDS_AT,
     ask_chunk,
     ask_rows,
@@ -144,8 +143,8 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
         launch_dependents()
         if warp == 0:
             ask_rows(base, x_at, x, x_stride, m, i32(2 * dim))
-        list_them(base, ids, m, slots, experts if w_shared != 0 else i32(-1))
-        units = i32(load_shared_b32(base + COUNT_AT) * tiles)
+        shared_id = i32(experts if w_shared != 0 else -1)
+        units = i32(list_them(base, ids, m, slots, shared_id) * tiles)
         while asked < stages:  # a group for each stage, be it empty
             if next_unit < units:
                 place = i32(ring + asked * stage_bytes)
@@ -256,8 +255,8 @@ def make_moe_down(tile: DecodeTile) -> Any:
         act_at = i32(y_at + pairs * _Y_BYTES)
         ring = i32(act_at + pairs * (2 * inner + 16) + warp * (stages * stage_bytes))
         _begin(base)
-        list_them(base, ids, m, slots, experts if w_shared != 0 else i32(-1))
-        count = load_shared_b32(base + COUNT_AT)
+        shared_id = i32(experts if w_shared != 0 else -1)
+        count = list_them(base, ids, m, slots, shared_id)
         all_groups = quotient(dim, COLUMNS)
         groups = quotient(i32(all_groups - block_x() + num_blocks_x() - 1), num_blocks_x())
         units = i32(groups * count)

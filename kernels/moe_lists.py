@@ -38,7 +38,7 @@ def entries_at(tile: DecodeTile) -> int:
 
 
 def list_experts(tile: DecodeTile) -> Any:
-    """(base, ids, m, slots, shared expert's id or −1): list what is to be read; ends in a barrier.
+    """(base, ids, m, slots, shared expert's id or −1): list what is to be read; how much.
 
     The choices, and each expert among them once, into shared memory. The shared expert comes first
     where there is one, then the others by their first pair. Entries are ids; their number lies at
@@ -49,7 +49,7 @@ def list_experts(tile: DecodeTile) -> Any:
     @device
     def list_them(base, ids, m, slots, shared_id):
         p, lane = thread_x(), lane_id()
-        pairs, shared = i32(m * slots), i32(1 if shared_id >= 0 else 0)
+        pairs, shared, count = i32(m * slots), i32(1 if shared_id >= 0 else 0), i32(slots)
         expert = i32(-1)
         if p < pairs:
             expert = load_b32(ids + i64(p) * 4)
@@ -59,8 +59,6 @@ def list_experts(tile: DecodeTile) -> Any:
         if m == 1:
             if p < slots - shared:  # an id of −1 reads expert 0, and the result is dropped
                 store_shared_b32(base + entries + (p + shared) * 4, max(expert, i32(0)))
-            if p == 0:
-                store_shared_b32(base + COUNT_AT, slots)
         else:
             sync_threads()
             is_first = i32(1 if expert >= 0 and expert != shared_id else 0)
@@ -86,9 +84,10 @@ def list_experts(tile: DecodeTile) -> Any:
             place = i32(place + popcount(i32(firsts & i32((i64(1) << lane) - 1))))
             if is_first != 0:
                 store_shared_b32(base + entries + place * 4, expert)
-            if p == 0:
-                store_shared_b32(base + COUNT_AT, count)
+        if p == 0:
+            store_shared_b32(base + COUNT_AT, count)
         sync_threads()
+        return i32(load_shared_b32(base + COUNT_AT))
 
     return list_them
 
