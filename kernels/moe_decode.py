@@ -4,7 +4,8 @@ Two kernels. ``moe_gate_up`` gives silu(gate) · up of every pair, ``moe_down`` 
 and their weighted sum. A warp is a stream of its own: it takes 8 rows of an expert's weights at a
 time, a *unit*, from global memory straight into registers, and multiplies all rows of activations
 by them; rows that did not choose the expert are dropped. Weights of the shared expert are asked for
-before the wait for the previous kernel, and those of ``moe_down`` while ``moe_gate_up`` still runs.
+before the wait for the previous kernel, and those of ``moe_down`` while ``moe_gate_up`` still runs;
+what of a warp's first unit finds no room in registers is brought into the second-level cache.
 No gather, no scatter, no atomics; the order is that of ``moe_plan``.
 
 ``moe_gate_up`` lets the next kernel start only after its own wait: that one reads ids and weights,
@@ -24,17 +25,19 @@ from atlas_kernels.moe_plan import (
     GATE_UP_TILES,
     MAX_PAIRS,
     MAX_ROWS,
+    STAGED_GAP,
     DecodeTile,
 )
 from atlas_kernels.moe_product import (
     GROUP_BYTES,
     ask_groups,
+    bring_groups,
     load_rows,
     multiply_groups,
     row_place,
     stage_rows,
 )
-from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
+from atlas_kernels.ptx_async import copy_wait, launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_math import fma, from_bf16, pack_bf16, quotient, to_bf16, unpack_bf16
 from atlas_kernels.ptx_memory import (
     dynamic_shared,
@@ -52,6 +55,7 @@ from atlas_kernels.ptx_mma import mma_zero
 from atlas_kernels.ptx_warp import block_x, lane_id, lanes, num_blocks_x, sync_threads, thread_x
 from atlas_kernels.registry import kernel
 
+arrived = copy_wait(0)
 _Y_BYTES = 2 * COLUMNS
 _WEIGHTS_AT = LIST_BYTES
 _RESIDUALS_AT = _WEIGHTS_AT + 4 * MAX_PAIRS
@@ -66,13 +70,13 @@ def _multiply_unit(tile: DecodeTile) -> Any:
 
     Gives the sums of a unit and the ring with the start of the next one.
     """
-    depth, batch, staged = tile.depth, tile.depth * GROUP_BYTES, tile.is_staged
-    load, multiply = load_rows(staged=staged), multiply_groups(depth, staged=staged)
+    depth, batch, staged, ahead = tile.depth, tile.depth * GROUP_BYTES, tile.is_staged, tile.ahead
+    load, multiply = load_rows(ahead, staged=staged), multiply_groups(depth, ahead, staged=staged)
     address = i32 if staged else i64
 
     @device
     def multiply_unit(ring, rows, source, groups, following):
-        rows, left = address(rows), groups
+        left = groups
         total, held = mma_zero(), load(rows, groups)
         while left > 0:
             source = source + batch
@@ -86,21 +90,30 @@ def _multiply_unit(tile: DecodeTile) -> Any:
     return multiply_unit
 
 
-def _activations(tile: DecodeTile) -> Any:
-    """(source, bytes of all rows) → where this lane's part of row 0 begins.
+def _activations(tile: DecodeTile) -> tuple[Any, Any]:
+    """Two device functions, for all threads together.
 
-    In shared memory if the tile is staged: then all threads take part.
+    - (source, stride, rows, bytes of a row): ask for activations, if the tile is staged;
+    - (source, stride, bytes of a row) → (where row 0 begins, bytes from row to row), once they
+      are there.
     """
     if tile.is_staged:
 
         @device
-        def staged(source, total_bytes):
-            base = dynamic_shared()
-            stage_rows(base, source, total_bytes)
-            return i64(base + row_place())
+        def ask_rows(source, stride, rows, row_bytes):
+            stage_rows(dynamic_shared(), source, stride, rows, row_bytes)
 
-        return staged
-    return device(lambda source, total_bytes: source + i64(row_place()))
+        @device
+        def staged(source, stride, row_bytes):
+            arrived()
+            sync_threads()
+            return dynamic_shared(), i32(row_bytes + STAGED_GAP)
+
+        return ask_rows, staged
+    return (
+        device(lambda source, stride, rows, row_bytes: None),
+        device(lambda source, stride, row_bytes: (source, i64(stride))),
+    )
 
 
 @kernel(
@@ -121,7 +134,9 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
     """
     warps, depth = tile.warps, tile.depth
     list_them, key_of, expert_of, pair_of = lists(tile)
-    ask, multiply_unit, activations = ask_groups(depth), _multiply_unit(tile), _activations(tile)
+    ask, bring, multiply_unit = ask_groups(depth), bring_groups(depth), _multiply_unit(tile)
+    ask_rows, activations = _activations(tile)
+    address = i32 if tile.is_staged else i64
 
     @device
     def weights_at(start, column, dim, inner):
@@ -160,16 +175,20 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
         unit, stride = i32(warp * num_blocks_x() + block_x()), i32(num_blocks_x() * warps)
         known = i32(inner >> 2 if w_shared != 0 else 0)
         source = weights_at(w_shared, i32(unit * 4), dim, inner)
-        ring = ask(source, groups if unit < known else i32(0))  # constants: no need to wait
+        count = groups if unit < known else i32(0)
+        ring = ask(source, count)  # constants: no need to wait
+        bring(source, lane, count)
         wait_prerequisites()
         launch_dependents()
+        ask_rows(x, x_stride, m, i32(dim * 2))
         shared_id = experts if w_shared != 0 else i32(-1)
         units = i32(list_them(base, ids, i32(m * slots), slots, shared_id) * (inner >> 2))
         if unit < units:
             source = unit_at(base, w, w_shared, ids, unit, slots, experts, dim, inner)
             if unit >= known:
                 ring = ask(source, groups)
-        rows = activations(x, i32(dim * 2)) + min(i32(lane >> 2), i32(m - 1)) * x_stride
+        rows, pitch = activations(x, x_stride, i32(dim * 2))
+        rows = address(rows + row_place(lane) + min(i32(lane >> 2), i32(m - 1)) * pitch)
         while unit < units:
             following = i64(0)
             if unit + stride < units:
@@ -178,7 +197,7 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
                 )
             total, ring = multiply_unit(ring, rows, source, groups, following)
             entry, column = split(unit, inner)
-            pair = pair_of(base, key_of(base, entry, slots, shared_id), m, slots)
+            pair = pair_of(base, key_of(base, entry, slots, shared_id), m, slots, lane)
             activate(total, act, pair, column, inner)
             source, unit = following, i32(unit + stride)
 
@@ -245,7 +264,9 @@ def make_moe_down(tile: DecodeTile) -> Any:
     """
     warps, depth = tile.warps, tile.depth
     list_them, key_of, expert_of, pair_of = lists(tile)
-    ask, multiply_unit, activations = ask_groups(depth), _multiply_unit(tile), _activations(tile)
+    ask, bring, multiply_unit = ask_groups(depth), bring_groups(depth), _multiply_unit(tile)
+    ask_rows, activations = _activations(tile)
+    address = i32 if tile.is_staged else i64
 
     @device
     def unit_at(base, w, w_shared, ids, entry, slots, experts, dim, inner):
@@ -272,15 +293,18 @@ def make_moe_down(tile: DecodeTile) -> Any:
             source = unit_at(base, w, w_shared, ids, entry, slots, experts, dim, inner)
             more = groups
         ring = ask(source, more)
+        bring(source, lane, more)
         _store_choices(base, ids, weights, pairs)
         wait_prerequisites()
+        ask_rows(act, i64(inner * 2), pairs, i32(inner * 2))
         before = _residual_word(residual, residual_stride, m)
-        rows = activations(act, i32(pairs * inner * 2))
+        rows, pitch = activations(act, i64(inner * 2), i32(inner * 2))
+        rows = rows + row_place(lane)
         if thread_x() < MAX_ROWS * 4:
             store_shared_b32(base + _RESIDUALS_AT + thread_x() * 4, before)
         while entry < entries:
-            pair = pair_of(base, key_of(base, entry, slots, shared_id), m, slots)
-            own = rows + i64(max(pair, i32(0))) * inner * 2
+            pair = pair_of(base, key_of(base, entry, slots, shared_id), m, slots, lane)
+            own = address(rows + max(pair, i32(0)) * pitch)
             entry = i32(entry + warps)
             following = i64(0)
             if entry < entries:

@@ -81,9 +81,9 @@ def _expert_of_many(ids, expert, slots, shared_id):
 
 
 @device
-def _pair_of_many(base, expert, m, slots):
+def _pair_of_many(base, expert, m, slots, lane):
     """The four lanes of a row search its slots."""
-    row, s, found = i32(lane_id() >> 2), i32(lane_id() & 3), i32(-1)
+    row, s, found = i32(lane >> 2), i32(lane & 3), i32(-1)
     if row < m:
         first, step = i32(row * slots), i32(lanes() >> 3)
         while s < slots:
@@ -114,8 +114,8 @@ def _expert_of_one(ids, slot, slots, shared_id):
 
 
 @device
-def _pair_of_one(base, slot, m, slots):
-    return slot if lane_id() < 4 else i32(-1)
+def _pair_of_one(base, slot, m, slots, lane):
+    return slot if lane < 4 else i32(-1)
 
 
 def lists(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
@@ -125,7 +125,7 @@ def lists(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
       lists them in shared memory, by all threads, and ends in a barrier;
     - (base, entry, slots, shared id) → its key: an expert's id, or of one row the slot;
     - (ids, key, slots, shared id) → the expert to read;
-    - (base, key, m, slots) → the pair with which row lane / 4 chose that entry, or −1.
+    - (base, key, m, slots, lane) → the pair with which row lane / 4 chose that entry, or −1.
 
     The shared expert comes first where there is one, then the others by their first pair. Of one
     row each choice is an entry and nothing is listed; where its id is −1, expert 0 is read, for

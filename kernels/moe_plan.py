@@ -1,8 +1,8 @@
 """Which mixture-of-experts kernels a number of rows gets; needs no compiler and no GPU.
 
 Order of a (row, expert) product, the same in every kernel: k16 steps of the tensor core, ascending,
-in one float32 accumulator. Kernels may give a step its 16 products in any order: Hopper adds them
-and the accumulator at once.
+in one float32 accumulator. Decode kernels give a step its 16 products in another order; the tensor
+core must have the same bits for it, which ``benchmarks/gpu_moe.py`` and the tests check on a GPU.
 
 What a product leaves (gate, up, the expert's output) is rounded to bf16, as if it had been stored.
 A row's experts are added in the order of its ``slots`` by fused multiply-add from 0, then the
@@ -21,7 +21,8 @@ MAX_SLOTS = 32
 MAX_ROWS = 8
 """Of the decode kernels."""
 MAX_PAIRS = MAX_ROWS * MAX_SLOTS
-_STAGED = 28 * 1024
+STAGED_GAP = 32
+"""Bytes between staged rows: then 8 rows of 32 bytes lie in different banks, four at a time."""
 COLUMNS = 8
 """Columns of the output that a thread block of ``moe_down`` takes."""
 
@@ -50,6 +51,8 @@ class DecodeTile:
         Thread blocks of the kernel on an SM.
     shared_bytes : int
         Dynamic shared memory for the activations; 0 where they come from global memory.
+    ahead : int
+        Groups of activations in registers or on their way there; ``depth`` is a multiple of it.
     """
 
     rows: int
@@ -57,6 +60,7 @@ class DecodeTile:
     depth: int
     blocks_per_sm: int
     shared_bytes: int = 0
+    ahead: int = 1
 
     @property
     def threads(self) -> int:
@@ -69,21 +73,36 @@ class DecodeTile:
         return self.shared_bytes > 0
 
 
+_ROW = 28 * 1024
+_ROWS = 8 * (2 * 2048 + STAGED_GAP)
+
 GATE_UP_TILES: dict[str, DecodeTile] = {
-    "r1": DecodeTile(1, 6, 16, 2, _STAGED),  # half of a unit of K = 2048, and about one unit a warp
-    "r1b": DecodeTile(1, 8, 8, 2, _STAGED),
-    "r8": DecodeTile(8, 6, 10, 2),
-    "r8b": DecodeTile(8, 8, 6, 2),
+    "r1": DecodeTile(1, 6, 8, 2, _ROW),
+    "r1b": DecodeTile(1, 6, 16, 2, _ROW),
+    "r1c": DecodeTile(1, 8, 10, 2, _ROW),
+    "r8": DecodeTile(8, 6, 10, 2, _ROWS),
+    "r8b": DecodeTile(8, 8, 8, 2, _ROWS),
+    "r8w": DecodeTile(8, 6, 8, 2, 0, 4),  # rows too wide for shared memory
 }
-"""``moe_gate_up_bf16_<variant>``; those in b are what ``benchmarks/gpu_moe.py --tune`` compares."""
+"""``moe_gate_up_bf16_<variant>``; those in b and c are on trial, ``gpu_moe.py --tune``."""
 
 DOWN_TILES: dict[str, DecodeTile] = {
-    "r1": DecodeTile(1, 9, 6, 2, _STAGED),  # 8 experts and a shared one: a warp each
-    "r1b": DecodeTile(1, 8, 10, 2, _STAGED),
-    "r8": DecodeTile(8, 6, 10, 2),
-    "r8b": DecodeTile(8, 8, 6, 2),
+    "r1": DecodeTile(1, 9, 6, 2, _ROW),  # 8 experts and a shared one: a warp each
+    "r1b": DecodeTile(1, 9, 4, 2, _ROW),
+    "r1c": DecodeTile(1, 8, 8, 2, _ROW),
+    "r8": DecodeTile(8, 6, 8, 2, 0, 4),
+    "r8b": DecodeTile(8, 8, 6, 2, 0, 2),
+    "r8w": DecodeTile(8, 6, 8, 2, 0, 4),
 }
 """``moe_down_bf16_<variant>``."""
+
+CHOSEN = ("r1", "r8", "r8w")
+"""Those of which ``decode_variant`` takes the first that fits."""
+
+
+def staged_bytes(rows: int, width: int) -> int:
+    """Shared memory of rows of activations."""
+    return rows * (2 * width + STAGED_GAP)
 
 
 def decode_variant(rows: int, *, dim: int, inner: int, slots: int) -> str | None:
@@ -99,14 +118,16 @@ def decode_variant(rows: int, *, dim: int, inner: int, slots: int) -> str | None
     """
     if dim % 64 or inner % 64 or not 1 <= slots <= MAX_SLOTS:
         return None
-    return next((n for n in ("r1", "r8") if fits(n, rows, dim=dim, inner=inner, slots=slots)), None)
+    names = (n for n in CHOSEN if fits(n, rows, dim=dim, inner=inner, slots=slots))
+    return next(names, None)
 
 
 def fits(name: str, rows: int, *, dim: int, inner: int, slots: int) -> bool:
     """Whether the decode kernels of a name have threads for the choices of the rows, and room."""
     gate_up, down = GATE_UP_TILES[name], DOWN_TILES[name]
-    has_room = not gate_up.is_staged or 2 * dim <= gate_up.shared_bytes
-    has_room = has_room and (not down.is_staged or 2 * inner * slots <= down.shared_bytes)
+    has_room = not gate_up.is_staged or staged_bytes(rows, dim) <= gate_up.shared_bytes
+    down_bytes = staged_bytes(rows * slots, inner)
+    has_room = has_room and (not down.is_staged or down_bytes <= down.shared_bytes)
     has_threads = rows == 1 or rows * slots <= min(gate_up.threads, down.threads)
     return has_room and has_threads and rows <= gate_up.rows
 

@@ -4,7 +4,8 @@ A *group* is 64 elements of K of 8 rows of weights. Lane (g, t) = (lane / 4, lan
 g the 8 elements from 8 t, and the 8 from 32 + 8 t: two loads of 16 bytes. Of 32 elements, lanes 0
 and 1 have the first k16 step and lanes 2 and 3 the second; before they become the tensor core's B,
 lane t exchanges half of its 8 with lane t xor 2. The activations' A is loaded as that leaves them,
-8 bytes a step. A warp keeps ``depth`` groups in registers or on their way there.
+8 bytes a step. A warp keeps ``depth`` groups of weights in registers or on their way there, and of
+activations ``ahead``: one where they lie in shared memory, more where they come from the L2 cache.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, i32
+from atlas_kernels.moe_plan import STAGED_GAP
 from atlas_kernels.ptx import instruction
-from atlas_kernels.ptx_memory import load_b32x4, store_shared_b32x4
-from atlas_kernels.ptx_warp import lane_id, num_threads_x, sync_threads, thread_x
+from atlas_kernels.ptx_async import copy16, copy_commit
+from atlas_kernels.ptx_math import quotient
+from atlas_kernels.ptx_memory import prefetch_l2
+from atlas_kernels.ptx_warp import lanes, num_threads_x, thread_x
 
 GROUP = 64
 """Elements of K."""
@@ -77,60 +81,114 @@ def _multiply(place: int | None = None) -> Any:
 
 
 @device
-def row_place():
-    """Bytes from a group of activations to what this lane has of its first step."""
-    return i32((lane_id() & 1) * 16 + (lane_id() & 2) * 4)
+def row_place(lane):
+    """Bytes from a group of activations to what a lane has of its first step."""
+    return i32((lane & 1) * 16 + (lane & 2) * 4)
 
 
-def load_rows(*, staged: bool) -> Any:
-    """(address, groups) → the first group of activations, from shared memory if ``staged``."""
-    return _load_if(_ROWS[staged], "r" if staged else "l", 0, kept=False)
+def _pieces(load: Any, places: range) -> Any:
+    """(address, groups) → load(place)(address, groups) of each place."""
+    first = load(places[0])
+    if len(places) == 1:
+        return device(lambda source, groups: (first(source, groups),))
+    rest = _pieces(load, places[1:])
+    return device(lambda source, groups: (first(source, groups), *rest(source, groups)))
 
 
-def ask_groups(depth: int, place: int = 0) -> Any:
-    """(address, groups) → a ring: ask for the first ``depth`` groups of a unit, if it has them."""
-    load = _load_if(_WEIGHTS, "l", place, kept=False)
-    if place + 1 == depth:
-        return device(lambda source, groups: (load(source, groups),))
-    rest = ask_groups(depth, place + 1)
-    return device(lambda source, groups: (load(source, groups), *rest(source, groups)))
+def load_rows(ahead: int, *, staged: bool) -> Any:
+    """(address, groups) → the first groups of activations, from shared memory if ``staged``."""
+    space = "r" if staged else "l"
+    return _pieces(lambda i: _load_if(_ROWS[staged], space, i, kept=False), range(ahead))
 
 
-def multiply_groups(depth: int, place: int = 0, *, staged: bool) -> Any:
+def _ask_always(place: int) -> Any:
+    load = _load(_WEIGHTS, "l", place)
+    return device(lambda source, groups: load(source))
+
+
+def ask_groups(depth: int) -> Any:
+    """(address, groups) → a ring: ask for the first ``depth`` groups of a unit, if it has them.
+
+    Where it has them all, as in most shapes, the loads leave without a question between them.
+    """
+    every = _pieces(_ask_always, range(depth))
+    some = _pieces(lambda i: _load_if(_WEIGHTS, "l", i, kept=False), range(depth))
+
+    @device
+    def ask(source, groups):
+        if groups >= depth:
+            return every(source, groups)
+        return some(source, groups)
+
+    return ask
+
+
+def bring_groups(first: int) -> Any:
+    """(address, lane, groups): bring those from ``first`` on into the second-level cache."""
+
+    @device
+    def bring(source, lane, groups):
+        piece = i32((lane & 3) * 64)  # two groups of 8 rows at a time, 64 bytes a lane
+        at, step = i32(first * GROUP_BYTES + piece), i32(lanes() * 8)
+        while at < groups * GROUP_BYTES:
+            prefetch_l2(source + (at - (lane & 3) * 16))
+            at = i32(at + step)
+
+    return bring
+
+
+def _put(count: int, place: int) -> Any:
+    """(tuple of ``count``, value) → the tuple with the value at ``place``."""
+    if count == 1:
+        return device(lambda values, value: (value,))
+    if place == 0:
+        return device(lambda values, value: (value, *values[1:]))
+    put = _put(count - 1, place - 1)
+    return device(lambda values, value: (values[0], *put(values[1:], value)))
+
+
+def multiply_groups(depth: int, ahead: int, place: int = 0, *, staged: bool) -> Any:
     """Multiply a ring of groups, an even number, and ask for new ones as soon as two are used.
 
     (sums, ring, activations, their address, groups left of the unit, address and number of those to
-    ask for) → (sums, ring, activations). Of the activations the next group is asked for as well.
-    The assembler gathers loads at the end of a block of code, so here branches set them apart.
+    ask for) → (sums, ring, activations). Each group of activations that is used makes room for the
+    one ``ahead`` of it, at its own place: ``depth`` is a multiple of ``ahead``. The assembler
+    gathers loads at the end of a block of code, so here branches set them apart.
     """
     if place == depth:
         return device(lambda total, ring, held, rows, left, source, count: (total, ring, held))
     first, second = _multiply(), _multiply(place + 1)
     one, two = _load(_WEIGHTS, "l", place), _load_if(_WEIGHTS, "l", place + 1)
-    space = "r" if staged else "l"
-    next_one, next_two = (_load_if(_ROWS[staged], space, place + i) for i in (1, 2))
-    rest = multiply_groups(depth, place + 2, staged=staged)
+    space, a, b = "r" if staged else "l", place % ahead, (place + 1) % ahead
+    next_one, next_two = (_load_if(_ROWS[staged], space, place + ahead + i) for i in (0, 1))
+    put_one, put_two = _put(ahead, a), _put(ahead, b)
+    rest = multiply_groups(depth, ahead, place + 2, staged=staged)
 
     @device
     def turn(total, ring, held, rows, left, source, count):
         if left > place:
-            total = first(total, held, ring[0], i32(0), left)
-            held = next_one(held, rows, left)
-            total = second(total, held, ring[1], i32(0), left)
-            held = next_two(held, rows, left)
-        a, b = ring[0], ring[1]
+            total = first(total, held[a], ring[0], i32(0), left)
+            held = put_one(held, next_one(held[a], rows, left))
+            total = second(total, held[b], ring[1], i32(0), left)
+            held = put_two(held, next_two(held[b], rows, left))
+        v, w = ring[0], ring[1]
         if count > place:
-            a, b = one(source), two(b, source, count)
-        return rest(total, (*ring[2:], a, b), held, rows, left, source, count)
+            v, w = one(source), two(w, source, count)
+        return rest(total, (*ring[2:], v, w), held, rows, left, source, count)
 
     return turn
 
 
 @device
-def stage_rows(base, source, num_bytes):
-    """Activations into shared memory, by all threads; ends in a barrier."""
-    at, step = i32(thread_x() * 16), i32(num_threads_x() * 16)
-    while at < num_bytes:
-        store_shared_b32x4(i32(base + at), load_b32x4(source + at))
-        at = i32(at + step)
-    sync_threads()
+def stage_rows(base, source, stride, rows, row_bytes):
+    """By all threads: ask for rows of activations, which come into shared memory with gaps.
+
+    They are there once ``copy_wait`` and a barrier are over.
+    """
+    p, step, pieces = thread_x(), num_threads_x(), i32(row_bytes >> 4)
+    while p < rows * pieces:
+        row = quotient(p, pieces)
+        at = i32((p - row * pieces) * 16)
+        copy16(i32(base + row * (row_bytes + STAGED_GAP) + at), source + row * stride + at)
+        p = i32(p + step)
+    copy_commit()

@@ -28,7 +28,6 @@ from atlas_kernels.registry import KERNELS, load_table, register
 TYPES = ("bf16", "f32")
 _OLD = "the assembler for sm_80 takes far more registers than for sm_90; cause not found"
 _FULL = "72 bytes, beside 192 accumulators in 255 registers"
-_UNIT = "8 to 56 bytes, once a unit of weights, beside 64 registers of weights on their way"
 SPILLS: dict[str, dict[str, str]] = {
     "sm_80": {
         **{f"attention_decode_d{dim}_r32": _OLD for dim in (64, 80, 96, 128)},
@@ -42,8 +41,7 @@ SPILLS: dict[str, dict[str, str]] = {
         **{f"gated_delta_chunk_d128_{type}": _OLD for type in TYPES},
         **{f"mamba2_step_n{size}_{type}": _OLD for size in (64, 128, 256) for type in TYPES},
     },
-    "sm_100": {f"moe_{part}_bf16_r8": _UNIT for part in ("gate_up", "down")},
-    "sm_120": {"attention_prefill_d128_k32": _FULL, "moe_gate_up_bf16_r8": _UNIT},
+    "sm_120": {"attention_prefill_d128_k32": _FULL},
 }
 """Kernels that may spill on an architecture, each with the reason."""
 

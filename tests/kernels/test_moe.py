@@ -20,6 +20,7 @@ from atlas_kernels.moe_plan import (
     decode_variant,
     grouped_variant,
     route_variant,
+    staged_bytes,
     wgmma_variant,
 )
 from hypothesis import given
@@ -43,8 +44,8 @@ def test_tiles_fit_an_sm() -> None:
     for tile in (*GATE_UP_TILES.values(), *DOWN_TILES.values()):
         assert tile.depth % 2 == 0, "groups are multiplied in pairs"
         assert tile.warps * tile.blocks_per_sm * tile.depth <= 192, "a KB and 8 registers each"
-        assert tile.blocks_per_sm * (tile.shared_bytes + 18 * 1024) <= 99 * 1024, "sm_86"
-        assert not tile.is_staged or tile.rows == 1, "staged rows are contiguous"
+        assert tile.blocks_per_sm * (tile.shared_bytes + 9 * 1024) <= 99 * 1024, "sm_120"
+        assert tile.depth % tile.ahead == 0, "activations keep their places"
     for grouped in GROUPED_TILES.values():
         assert grouped.shared_bytes <= 99 * 1024, "the least of all GPUs since sm_80"
         assert grouped.rows * (grouped.columns + 4) * 4 <= grouped.shared_bytes
@@ -67,14 +68,15 @@ def test_tiles_fit_an_sm() -> None:
 def test_a_decode_variant_has_room(rows: int, dim: int, inner: int, slots: int) -> None:
     name = decode_variant(rows, dim=dim, inner=inner, slots=slots)
     if name is None:
-        assert rows > MAX_ROWS
+        assert rows > MAX_ROWS or rows * slots > 192
     else:
         gate_up, down = GATE_UP_TILES[name], DOWN_TILES[name]
         assert rows <= min(gate_up.rows, down.rows)
         assert rows == 1 or rows * slots <= min(gate_up.threads, down.threads), "one lists a pair"
         if gate_up.is_staged:
-            assert 2 * dim <= gate_up.shared_bytes
-            assert 2 * slots * inner <= down.shared_bytes
+            assert staged_bytes(rows, dim) <= gate_up.shared_bytes
+        if down.is_staged:
+            assert staged_bytes(rows * slots, inner) <= down.shared_bytes
 
 
 def test_variants_of_known_shapes() -> None:
@@ -82,6 +84,7 @@ def test_variants_of_known_shapes() -> None:
         chosen = [decode_variant(m, dim=2048, inner=inner, slots=slots) for m in (1, 2, 3, 4, 8, 9)]
         assert chosen == ["r1", "r8", "r8", "r8", "r8", None]
     assert decode_variant(1, dim=2048, inner=14336, slots=2) == "r8", "too much for shared memory"
+    assert decode_variant(8, dim=4096, inner=512, slots=9) == "r8w", "8 rows are too wide"
     assert decode_variant(1, dim=2050, inner=512, slots=9) is None
     assert grouped_variant(128, experts=257, slots=9) == "r16"
     assert grouped_variant(8192, experts=257, slots=9) == "r128"
@@ -405,7 +408,8 @@ def _run_in_order(ptx_of: Callable[[str], str], order: int) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "variant"), [(1, "r1"), (1, "r1b"), (3, "r8"), (5, "r8"), (4, "r8b")]
+    ("rows", "variant"),
+    [(1, "r1"), (1, "r1b"), (1, "r1c"), (3, "r8"), (5, "r8"), (4, "r8b"), (5, "r8w")],
 )
 def test_decode_and_grouped(bench: Bench, rows: int, variant: str, shared: bool) -> None:
     experts = Experts(bench, shared=shared, seed=rows)
@@ -545,6 +549,9 @@ def test_bits_of_a_row_depend_on_the_row_alone(bench: Bench, gpu: Any) -> None:
         (0, 1, "r1"),
         (0, 1, "r8"),
         (0, 1, "r1b"),
+        (0, 1, "r1c"),
+        (3, 8, "r8b"),
+        (5, 8, "r8w"),
         (7, 2, "r8"),
         (40, 4, "r8"),
         (11, 8, "r8"),
