@@ -73,23 +73,24 @@ class DecodeTile:
         return self.shared_bytes > 0
 
 
-_ROW = 28 * 1024
-_ROWS = 8 * (2 * 2048 + STAGED_GAP)
+_STAGED = 40 * 1024
+"""Two thread blocks of either kernel then ask for the same part of an SM's first-level cache, 100
+KB, and one of each fits into it: blocks of ``moe_down`` need not wait until an SM is empty."""
 
 GATE_UP_TILES: dict[str, DecodeTile] = {
-    "r1": DecodeTile(1, 6, 8, 2, _ROW),
-    "r1b": DecodeTile(1, 6, 16, 2, _ROW),
-    "r1c": DecodeTile(1, 8, 10, 2, _ROW),
-    "r8": DecodeTile(8, 6, 10, 2, _ROWS),
-    "r8b": DecodeTile(8, 8, 8, 2, _ROWS),
+    "r1": DecodeTile(1, 6, 8, 2, _STAGED),
+    "r1b": DecodeTile(1, 6, 16, 2, _STAGED),
+    "r1c": DecodeTile(1, 8, 10, 2, _STAGED),
+    "r8": DecodeTile(8, 6, 10, 2, _STAGED),
+    "r8b": DecodeTile(8, 8, 8, 2, _STAGED),
     "r8w": DecodeTile(8, 6, 8, 2, 0, 4),  # rows too wide for shared memory
 }
 """``moe_gate_up_bf16_<variant>``; those in b and c are on trial, ``gpu_moe.py --tune``."""
 
 DOWN_TILES: dict[str, DecodeTile] = {
-    "r1": DecodeTile(1, 9, 6, 2, _ROW),  # 8 experts and a shared one: a warp each
-    "r1b": DecodeTile(1, 9, 4, 2, _ROW),
-    "r1c": DecodeTile(1, 8, 8, 2, _ROW),
+    "r1": DecodeTile(1, 9, 6, 2, _STAGED),  # 8 experts and a shared one: a warp each
+    "r1b": DecodeTile(1, 9, 4, 2, _STAGED),
+    "r1c": DecodeTile(1, 8, 8, 2, _STAGED),
     "r8": DecodeTile(8, 6, 8, 2, 0, 4),
     "r8b": DecodeTile(8, 8, 6, 2, 0, 2),
     "r8w": DecodeTile(8, 6, 8, 2, 0, 4),
