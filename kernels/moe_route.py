@@ -22,9 +22,11 @@ from atlas_kernels.ptx_memory import load_b32, load_f32, store_b32, store_f32
 from atlas_kernels.ptx_warp import (
     block_x,
     lane_id,
+    lanes,
+    reduce_max_s32,
+    reduce_max_u32,
     shuffle_f32,
     warp_max,
-    warp_max_i64,
     warp_sum,
 )
 from atlas_kernels.registry import kernel
@@ -50,13 +52,24 @@ def _score(_, e, source, experts):
 
 
 @device
-def _softmax_value(score, e, greatest, experts):
-    return exp32(score - greatest) if e < experts else f32(0)
+def _shifted(score, _, greatest, __):
+    return score - greatest
 
 
 @device
-def _sigmoid_value(score, e, _, experts):
-    return sigmoid(score) if e < experts else f32(0)
+def _negated(score, _, __, ___):
+    return -score
+
+
+@device
+def _exponential(exponent, e, _, experts):
+    power = exp32(exponent)  # outside of the choice, which then is no branch
+    return power if e < experts else f32(0)
+
+
+@device
+def _sigmoid_value(power, e, _, experts):
+    return f32(1) / (f32(1) + power) if e < experts else f32(0)
 
 
 @device
@@ -70,6 +83,15 @@ def _key(value, e, _, experts):
     bits = float_bits(value + f32(0))
     order = bits ^ ((bits >> 31) & _MAGNITUDE)
     return i64((i64(order) << 32) | (_LOW - i64(e))) if e < experts else i64(_LEAST)
+
+
+@device
+def _warp_max_key(key):
+    """Greatest key of the warp: its value, then the id among the lanes that have it."""
+    value = i32(key >> 32)
+    greatest = reduce_max_s32(value)
+    tail = reduce_max_u32(i32(key & _LOW) if value == greatest else i32(0))
+    return i64((i64(greatest) << 32) | (i64(tail) & _LOW))
 
 
 @device
@@ -144,7 +166,8 @@ def make_moe_route(count: int) -> Any:
     epsilon); then they are multiplied by ``scaling``. Strides in bytes.
     """
     scores_of, keys_of, remove = _each(count, _score), _each(count, _key), _each(count, _without)
-    softmax, sigmoids = _each(count, _softmax_value), _each(count, _sigmoid_value)
+    shift, negate = _each(count, _shifted), _each(count, _negated)
+    exponentials, sigmoids = _each(count, _exponential), _each(count, _sigmoid_value)
     add_bias = _each(count, _biased)
     greatest_of, sum_of, best_of = (_tree(count, f) for f in (maximum, _add, _greater))
     nothing = (0,) * count
@@ -166,23 +189,34 @@ def make_moe_route(count: int) -> Any:
             values = scores_of(nothing, lane, source, experts)
             greatest = warp_max(maximum(greatest_of(values), f32(_LOWEST)))
             if use_sigmoid != 0:
-                values = sigmoids(values, lane, greatest, experts)
+                values = negate(values, lane, greatest, experts)
             else:
-                values = softmax(values, lane, greatest, experts)
+                values = shift(values, lane, greatest, experts)
+            values = exponentials(values, lane, greatest, experts)
+            if use_sigmoid != 0:
+                values = sigmoids(values, lane, greatest, experts)
             total = warp_sum(sum_of(values))
             if bias != 0:
                 values = add_bias(values, lane, bias, experts)
             keys = keys_of(values, lane, i32(0), experts)
-            for j in range(top_k):
-                winner = warp_max_i64(best_of(keys))
+            j, step = i32(0), i32(lanes() >> 5)
+            while j < top_k:
+                winner = _warp_max_key(best_of(keys))
                 keys = remove(keys, lane, winner, i32(0))
                 if lane == j:
                     own = i32(_LOW - (winner & _LOW))
+                j = i32(j + step)
             score = load_f32(source + max(own, i32(0)) * 4)
-            weight = sigmoid(score) if use_sigmoid != 0 else exp32(score - greatest) / total
+            power = exp32(-score if use_sigmoid != 0 else score - greatest)
+            over, under = power, total
+            if use_sigmoid != 0:
+                over, under = f32(1), f32(1) + power
+            weight = over / under
             chosen = f32(0)
-            for j in range(top_k):
-                chosen += shuffle_f32(weight, i32(j))
+            j = i32(0)
+            while j < top_k:
+                chosen += shuffle_f32(weight, j)
+                j = i32(j + step)
             if normalize != 0:
                 weight = weight / (chosen + epsilon)
             weight = weight * scaling

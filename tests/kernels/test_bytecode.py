@@ -9,11 +9,17 @@ from typing import Any
 
 import atlas_kernels
 import pytest
-from atlas_kernels.bytecode import copied_calls, refuse_copied_calls
+from atlas_kernels.bytecode import (
+    copied_calls,
+    is_collective,
+    mark_collective,
+    refuse_copied_calls,
+)
 
 SOURCES = sorted(Path(atlas_kernels.__path__[0]).glob("*.py"))
 
 
+@mark_collective
 def barrier() -> None:
     """In place of one."""
 
@@ -28,6 +34,12 @@ def ends_in_a_barrier(a: int) -> None:
     else:
         choose(-a)
     barrier()
+
+
+def waits_in_a_while(a: int) -> int:
+    while barrier() is None:
+        a += 1
+    return a
 
 
 def asks_in_a_while(a: int) -> int:
@@ -52,13 +64,20 @@ def test_a_barrier_behind_a_branch_is_refused() -> None:
 
 
 def test_a_call_in_the_condition_of_a_while_is_refused() -> None:
-    with pytest.raises(SyntaxError, match=rf"{__file__}:\d+: .* asks_in_a_while"):
-        refuse_copied_calls(asks_in_a_while)
+    with pytest.raises(SyntaxError, match=rf"{__file__}:\d+: .* waits_in_a_while"):
+        refuse_copied_calls(waits_in_a_while)
 
 
 def test_others_are_not() -> None:
-    assert copied_calls(does_more_behind_the_branch) == []
+    assert list(copied_calls(does_more_behind_the_branch)) == []
     refuse_copied_calls(does_more_behind_the_branch)
+    assert [text.split("(")[0] for _, text in copied_calls(asks_in_a_while)] == ["choose"]
+    refuse_copied_calls(asks_in_a_while)  # no harm: nobody waits there
+
+
+def test_what_takes_threads_together_is_known() -> None:
+    assert is_collective(ends_in_a_barrier)
+    assert not is_collective(asks_in_a_while)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from atlas_kernels.moe_plan import (
     COLUMNS,
-    DOWN_TILES,
     GATE_UP_TILES,
     GROUPED_TILES,
     HALF_ROWS,
@@ -26,7 +25,7 @@ from atlas.backends.cuda.launch import Argument, Queue
 from atlas.backends.cuda.pack import DeviceMatrix
 from atlas.errors import ShapeError
 
-_BULK_COPIES, _SMALL_SM = (9, 0), (12, 0)  # decode kernels take up to 227 KB of an SM's memory
+_DECODE = (9, 0)  # on older ones the decode kernels want more registers than there are
 _MOST_EXPERTS, _MOST_CHOICES = 1024, 31
 _COMBINE_COLUMNS = 1024
 _EPSILON = 1e-20
@@ -114,15 +113,14 @@ def moe_experts(
             raise ShapeError(f"a shared expert {shared_gate_up.layout}; allowed: one as the others")
         last_up, last_down = shared_gate_up.data, shared_down.data
     variant = None
-    if _BULK_COPIES <= queue.device.capability < _SMALL_SM:
+    if queue.device.capability >= _DECODE:
         variant = decode_variant(rows, dim=dim, inner=inner, slots=slots)
     if variant is not None:
         args: Args = (weight, last_up, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
         blocks = queue.device.num_sms * GATE_UP_TILES[variant].blocks_per_sm
         queue.launch(f"moe_gate_up_bf16_{variant}", (blocks, 1), args)
         args = (second, last_down, ids, weights, act, out, out, rows, slots, experts, dim, inner)
-        blocks = queue.device.num_sms * DOWN_TILES[variant].blocks_per_sm
-        grid = (min(blocks, dim // COLUMNS), 1)
+        grid = (dim // COLUMNS, 1)
         queue.launch(f"moe_down_bf16_{variant}", grid, (*args, *out.strides[:1] * 2))
         return
     groups = experts + (shared_down is not None)
