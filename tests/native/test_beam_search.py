@@ -187,8 +187,8 @@ def test_arguments_that_do_not_fit() -> None:
     with pytest.raises(InvalidArgumentError, match="2 parents for 1 tokens"):
         rows.go_on(np.zeros(2, np.int32), np.zeros(1, np.int32))
     source_rows.reserve([rows])
+    one, table = np.zeros(1, np.int32), np.zeros((1, 1), np.int32)
     with pytest.raises(InvalidArgumentError, match="a sweep of 2 rows, 1 sequences"):
-        one, table = np.zeros(1, np.int32), np.zeros((1, 1), np.int32)
         source_rows.write_rows([rows], one, one, one, one, table, one, one, one, table)
     with pytest.raises(InvalidArgumentError, match=r"allowed: \[1, 4\] of 1"):
         beam_search.step([request.native], [rows], *candidates_of(3))

@@ -213,7 +213,7 @@ cdef class BeamSearch:
             totals[b] = self._log_probs[b] + log_probs[b * stride]
         self.grow_nodes()
         made = &self._nodes[(self._num_steps + 1) * self.num_beams]
-        for j in range(self.num_candidates):
+        for _ in range(self.num_candidates):
             best = -1
             for b in range(self.num_running):
                 if heads[b] < self.num_candidates and (best < 0 or totals[b] > totals[best]):
@@ -281,6 +281,13 @@ def bans(list searches not None):
     """
     cdef BeamSearch search
     cdef list found = [], ends = [0]
+    cdef int64_t rows = 0
+    cdef bint any_ngrams = False
+    for search in searches:
+        rows += search.num_running
+        any_ngrams |= search._ngram != 0
+    if not any_ngrams:
+        return np.zeros(0, np.int32), np.zeros(rows + 1, np.int32)
     for search in searches:
         search.add_bans(found, ends)
     return np.array(found, np.int32), np.array(ends, np.int32)

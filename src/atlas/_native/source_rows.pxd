@@ -1,4 +1,4 @@
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from atlas._native.block_pool cimport BlockPool
 
@@ -11,7 +11,8 @@ cdef class SourceRows:
     cdef int64_t _block_size
     cdef const int32_t[::1] _source
     cdef int32_t *_tokens             # num_tokens of each sequence, one sequence after the other
-    cdef int64_t _capacity
+    cdef uint8_t *_taken              # scratch of ``follow``: whose sequence has gone to a child
+    cdef int64_t _capacity            # of both
 
     cdef int grow_tokens(self, int64_t count) except -1
     cdef int follow(

@@ -6,7 +6,7 @@ with four beams each has 128 of them.
 
 import numpy as np
 
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint8_t, uint32_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy
 
@@ -51,6 +51,7 @@ cdef class SourceRows:
 
     def __dealloc__(self):
         free(self._tokens)
+        free(self._taken)
 
     def __len__(self):
         return len(self.seqs)
@@ -75,33 +76,46 @@ cdef class SourceRows:
 
     cdef int grow_tokens(self, int64_t count) except -1:
         cdef int32_t *grown
+        cdef uint8_t *taken
         if count > self._capacity:
             grown = <int32_t *>realloc(self._tokens, count * sizeof(int32_t))
-            if grown == NULL:
+            if grown != NULL:
+                self._tokens = grown
+            taken = <uint8_t *>realloc(self._taken, count)
+            if taken != NULL:
+                self._taken = taken
+            if grown == NULL or taken == NULL:
                 raise OutOfMemoryError(f"no memory for {count} token ids")
-            self._tokens = grown
             self._capacity = count
         return 0
 
     cdef int follow(
             self, int64_t count, const int32_t *parents, const int32_t *tokens) except -1:
         """What ``go_on`` does; ``parents`` are known to be sequences."""
-        cdef list before = self.seqs, seqs = [None] * count, childless = list(self.seqs)
+        cdef list before = self.seqs, seqs = [None] * count
+        cdef int64_t i, given = 0, num_before = len(before)
         cdef Sequence seq
-        cdef int64_t i
-        self.grow_tokens(count)
+        self.grow_tokens(max(count, num_before))
+        for i in range(num_before):
+            self._taken[i] = False
         for i in range(count):
-            if childless[parents[i]] is not None:
+            if not self._taken[parents[i]]:
+                self._taken[parents[i]] = True
                 seqs[i] = before[parents[i]]
-                childless[parents[i]] = None
-        childless = [seq for seq in childless if seq is not None]
         for i in range(count):
-            if seqs[i] is None:
-                seq = childless.pop() if childless else Sequence(self._pool, self._block_size)
+            if seqs[i] is None:  # its sequence is that of a childless one, if there still is any
+                while given < num_before and self._taken[given]:
+                    given += 1
+                if given < num_before:
+                    seq = before[given]
+                    given += 1
+                else:
+                    seq = Sequence(self._pool, self._block_size)
                 follow_parent(seq, <Sequence>before[parents[i]])
                 seqs[i] = seq
-        for seq in childless:
-            seq.release()
+        for i in range(given, num_before):
+            if not self._taken[i]:
+                (<Sequence>before[i]).release()
         self.seqs = seqs
         self.num_tokens = 1
         memcpy(self._tokens, tokens, count * sizeof(int32_t))
@@ -240,6 +254,12 @@ def reserve(list sources not None):
     return found[:count]
 
 
+cdef int require_room(Sequence seq, SourceRows rows) except -1:
+    if seq.freed or seq.seq_len + rows.num_tokens > seq._num_blocks * seq.block_size:
+        seq.require_reserved(seq.seq_len + rows.num_tokens)  # which raises
+    return 0
+
+
 def advance(list sources not None):
     """Commit the positions of a sweep that has run."""
     cdef SourceRows rows
@@ -248,7 +268,7 @@ def advance(list sources not None):
     for rows in sources:
         for i in range(len(rows.seqs)):
             seq = rows.seqs[i]
-            seq.require_reserved(seq.seq_len + rows.num_tokens)
+            require_room(seq, rows)
             seq.append(&rows._tokens[i * rows.num_tokens], rows.num_tokens)
 
 
@@ -291,7 +311,7 @@ def write_rows(
         most_of_source = max(most_of_source, len(rows.seqs) * rows.num_tokens)
         widest_source = max(widest_source, rows._source.shape[0])
         for seq in rows.seqs:
-            seq.require_reserved(seq.seq_len + rows.num_tokens)
+            require_room(seq, rows)
             widest = max(widest, seq._num_blocks)
     if (min(token_ids.shape[0], positions.shape[0], slots.shape[0]) < num_rows
             or min(cu_rows.shape[0] - 1, block_tables.shape[0], logits_rows.shape[0]) < num_seqs
