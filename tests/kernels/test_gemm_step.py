@@ -152,7 +152,7 @@ def test_mma_bias_and_residual(bench: Bench, name: str) -> None:
     plain, bias = product.mma(name, x), _normal(1, 72)
     kept = bench.put(residual, "bf16")
     got = product.mma(name, x, bias=bench.put(bias, "f32"), residual=kept)
-    want = rounded((plain + bias) + rounded(residual, "bf16"), "bf16")
+    want = rounded(rounded(plain + bias, "bf16") + rounded(residual, "bf16"), "bf16")
     np.testing.assert_array_equal(got, want)
 
 

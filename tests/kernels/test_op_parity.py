@@ -26,6 +26,7 @@ ROUNDED_INSIDE = {
     "attention_prefill": 4e-3,
     "attention_step": 4e-3,
     "prepare_heads": 4e-3,
+    "linear_add": 4e-3,
     "linear_gated": 1e-2,
     "moe_experts": 2e-2,
     "gated_delta_prefill": 2e-2,
