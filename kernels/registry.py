@@ -40,6 +40,7 @@ MODULES = (
     "moe_grouped",
     "moe_grouped_wgmma",
     "moe_route",
+    "moe_router",
     "moe_sort",
     "mamba2_chunk",
     "mamba2_prefill",
