@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -139,11 +140,41 @@ def moe_router(
     linear(normed, router, out=scores)
     moe_route(
         scores[:, :num_experts], normalize, scoring, bias, scale, num_groups, top_groups,
-        shared_score(scores, num_experts), slots, ids=ids, weights=weights,
+        _shared_score(scores, num_experts), slots, ids=ids, weights=weights,
     )  # fmt: skip
 
 
-def shared_score(scores: Any, num_experts: int) -> Any:
+def router_in_parts(
+    functions: Mapping[str, Callable[..., None]],
+    queue: Any,
+    x: Any,
+    norm: Any,
+    norm_eps: float,
+    router: Any,
+    num_experts: int,
+    normalize: bool,
+    scoring: Scoring = "softmax",
+    bias: Any = None,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    slots: Any = None,
+    *,
+    normed: Any,
+    scores: Any,
+    ids: Any,
+    weights: Any,
+) -> None:
+    """A backend's :func:`moe_router` as calls of the ops that it stands for."""
+    functions["rmsnorm"](queue, x, norm, norm_eps, out=normed)
+    functions["linear"](queue, normed, router, out=scores)
+    functions["moe_route"](
+        queue, scores[:, :num_experts], normalize, scoring, bias, scale, num_groups, top_groups,
+        _shared_score(scores, num_experts), slots, ids=ids, weights=weights,
+    )  # fmt: skip
+
+
+def _shared_score(scores: Any, num_experts: int) -> Any:
     """Of scores [T, N] those of the shared expert, [T, 1], or None where it does not join."""
     return scores[:, num_experts : num_experts + 1] if scores.shape[1] > num_experts else None
 

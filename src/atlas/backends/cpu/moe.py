@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from atlas.backends.cpu.activation import gelu_tanh_and_mul, relu_squared, silu_and_mul
 from atlas.backends.cpu.device import Args, Array, Queue, address, float_bits
 from atlas.backends.cpu.linear import activation_stride, activations, linear
@@ -9,7 +11,7 @@ from atlas.backends.cpu.norm import rmsnorm
 from atlas.backends.cpu.pack import PackedMatrix
 from atlas.errors import CapabilityError, ShapeError
 from atlas.ops.check import match_dims, require_contiguous
-from atlas.ops.moe import SCORINGS, Scoring, shared_score
+from atlas.ops.moe import SCORINGS, Scoring, router_in_parts
 
 
 def moe_route(
@@ -55,32 +57,9 @@ def moe_route(
     queue.launch("moe.route", args, (scores, bias, slots, ids, weights, scratch))
 
 
-def moe_router(
-    queue: Queue,
-    x: Array,
-    norm: Array,
-    norm_eps: float,
-    router: PackedMatrix,
-    num_experts: int,
-    normalize: bool,
-    scoring: Scoring = "softmax",
-    bias: Array | None = None,
-    scale: float = 1.0,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    slots: Array | None = None,
-    *,
-    normed: Array,
-    scores: Array,
-    ids: Array,
-    weights: Array,
-) -> None:
-    rmsnorm(queue, x, norm, norm_eps, out=normed)
-    linear(queue, normed, router, out=scores)
-    moe_route(
-        queue, scores[:, :num_experts], normalize, scoring, bias, scale, num_groups, top_groups,
-        shared_score(scores, num_experts), slots, ids=ids, weights=weights,
-    )  # fmt: skip
+moe_router = partial(
+    router_in_parts, {"rmsnorm": rmsnorm, "linear": linear, "moe_route": moe_route}
+)
 
 
 def moe_experts(

@@ -7,6 +7,8 @@ order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from atlas_kernels.moe_plan import (
     COLUMNS,
     DOWN_TILES,
@@ -29,7 +31,7 @@ from atlas.backends.cuda.linear import linear
 from atlas.backends.cuda.norm import rmsnorm
 from atlas.backends.cuda.pack import DeviceMatrix
 from atlas.errors import ShapeError
-from atlas.ops.moe import shared_score
+from atlas.ops.moe import Scoring, router_in_parts
 
 _BULK_COPIES, _SMALL_SM = (9, 0), (12, 0)  # decode kernels take up to 227 KB of an SM's memory
 _SHARED_BYTES, _LEAST_SHARED_BYTES = 227 * 1024, 99 * 1024  # there, and on every GPU since sm_80
@@ -78,7 +80,7 @@ def moe_router(
     router: DeviceMatrix,
     num_experts: int,
     normalize: bool,
-    scoring: str = "softmax",
+    scoring: Scoring = "softmax",
     bias: DeviceArray | None = None,
     scale: float = 1.0,
     num_groups: int = 1,
@@ -97,11 +99,11 @@ def moe_router(
         room = _SHARED_BYTES if _has_large_sm(queue) else _LEAST_SHARED_BYTES
         variant = router_variant(rows, dim=dim, experts=num_experts, shared_bytes=room)
     if variant is None:
-        rmsnorm(queue, x, norm, norm_eps, out=normed)
-        linear(queue, normed, router, out=scores)
-        moe_route(
-            queue, scores[:, :num_experts], normalize, scoring, bias, scale, num_groups, top_groups,
-            shared_score(scores, num_experts), slots, ids=ids, weights=weights,
+        parts: dict[str, Callable[..., None]]
+        parts = {"rmsnorm": rmsnorm, "linear": linear, "moe_route": moe_route}
+        router_in_parts(
+            parts, queue, x, norm, norm_eps, router, num_experts, normalize, scoring, bias, scale,
+            num_groups, top_groups, slots, normed=normed, scores=scores, ids=ids, weights=weights,
         )  # fmt: skip
         return
     top_k = ids.shape[1] - (router.rows > num_experts)
