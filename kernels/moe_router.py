@@ -6,8 +6,9 @@ code. Each thread block normalises the rows for itself and has 8 experts, whose 
 for before the wait; the last one to have its scores makes the choice.
 
 A score is one chain of products of the tensor core, as long as a row: what the kernel takes at
-least. So one warp multiplies, which has its fragments a step ahead. What is not in that chain is
-kept short as well in code, since an SM finds none of it in its instruction cache.
+least. So one warp multiplies, which has its fragments a step ahead. The rest is kept short, in code
+as well: an SM finds none of it in its instruction cache. Meanwhile another warp runs through the
+code of the choice, which comes last.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from atlas_kernels.ptx_async import (
     launch_dependents,
     wait_prerequisites,
 )
-from atlas_kernels.ptx_math import fast_rsqrt, pack_bf16, remainder, unpack_bf16
+from atlas_kernels.ptx_math import fast_rsqrt, opaque, pack_bf16, remainder, unpack_bf16
 from atlas_kernels.ptx_memory import (
     atomic_add_b32,
     dynamic_shared,
@@ -316,14 +317,25 @@ def make_moe_router(tile: RouterTile) -> Any:
                 if finished == blocks - 1:
                     store_b32(counter, 0)
                 store_shared_b32(base, finished)
-        sync_threads()
-        if warp < m and load_shared_b32(base) == blocks - 1:
-            own_scores, last = scores + row * scores_stride, i64(0)
-            if columns > experts:
-                last = i64(own_scores + experts * 4)
-            route(
-                row, is_active, own_scores, last, bias, ids, weights, experts, top_k, slots,
-                use_sigmoid, normalize, epsilon, scaling,
-            )  # fmt: skip
+        # A warp with nothing to multiply runs the choice before, on other numbers, for the
+        # instruction cache: it is one and the same code.
+        turn = opaque(i32(1 if warp == 1 else 0))
+        while turn >= 0:
+            number, own_scores, last = i32(0), i64(norm), i64(0)
+            num_scores, num_choices, num_slots = min(experts, dim), i32(1), i32(0)
+            runs = True
+            if turn == 0:
+                sync_threads()
+                number, own_scores = is_active, i64(scores + row * scores_stride)
+                if columns > experts:
+                    last = i64(own_scores + experts * 4)
+                num_scores, num_choices, num_slots = experts, top_k, slots
+                runs = warp < m and load_shared_b32(base) == blocks - 1
+            if runs:
+                route(
+                    row, number, own_scores, last, bias, ids, weights, num_scores, num_choices,
+                    num_slots, use_sigmoid, normalize, epsilon, scaling,
+                )  # fmt: skip
+            turn = i32(turn - 1)
 
     return moe_router
