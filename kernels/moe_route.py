@@ -2,9 +2,9 @@
 
 A warp takes a row, and lane l has experts l, l + 32, … in registers. Softmax: w = exp32(score −
 maximum), summed by each lane as a balanced tree, then by ``warp_sum``; a probability is w / sum.
-Sigmoid: 1 / (1 + exp32(−score)). Selection is by w, or with a bias by sigmoid + bias; greatest
-first, lowest id on ties. Chosen weights are summed in that order. ``moe_router`` does the same with
-the scores of its own products.
+Sigmoid: 1 / (1 + exp32(−score)). Quotients are those of ``divide``, which calls nothing. Selection
+is by w, or with a bias by sigmoid + bias; greatest first, lowest id on ties. Chosen weights are
+summed in that order. ``moe_router`` does the same with the scores of its own products.
 
 Source: Shazeer et al. (2017), arXiv 1701.06538; DeepSeek-AI, "DeepSeek-V3" (2024), arXiv
 2412.19437, equations 13 to 16, without groups.
@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.elementary import exp32
 from atlas_kernels.moe_plan import ROUTE_VARIANTS
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
-from atlas_kernels.ptx_math import bits_float, float_bits, maximum
+from atlas_kernels.ptx_math import bits_float, divide, float_bits, maximum
 from atlas_kernels.ptx_memory import load_b32, load_f32, store_b32, store_f32
 from atlas_kernels.ptx_warp import (
     block_x,
@@ -36,12 +37,16 @@ _LEAST = -(1 << 63)
 _LOW = 0xFFFFFFFF
 _MAGNITUDE = 0x7FFFFFFF
 _LOWEST = float("-inf")
+_GREATEST_DIVISOR = np.float32(2.0**126)
 
 
 @device
 def sigmoid(x):
-    """1 / (1 + e^−x)."""
-    return f32(1) / (f32(1) + exp32(-x))
+    """1 / (1 + e^−x); 0 where that is subnormal."""
+    below = f32(1) + exp32(-x)
+    value = divide(f32(1), below)
+    value = f32(0) if below > _GREATEST_DIVISOR else value
+    return value if x == x else x
 
 
 def _score(load: Any) -> Any:
@@ -63,7 +68,8 @@ def _softmax_value(score, e, greatest, experts):
 
 @device
 def _sigmoid_value(score, e, _, experts):
-    return sigmoid(score) if e < experts else f32(0)
+    value = sigmoid(score)
+    return value if e < experts else f32(0)
 
 
 @device
@@ -189,12 +195,12 @@ def row_route(count: int, load: Any) -> Any:
                 score = load(scores + max(own, i32(0)) * 4)
                 weight = sigmoid(score) if use_sigmoid != 0 else exp32(score - greatest)
             if use_sigmoid == 0:
-                weight = weight / total
+                weight = divide(weight, total)
             chosen = f32(0)
             for j in range(top_k):
                 chosen += shuffle_f32(weight, i32(j))
             if normalize != 0:
-                weight = weight / (chosen + epsilon)
+                weight = divide(weight, chosen + epsilon)
             weight = weight * scaling
             if slots > top_k and lane == top_k:
                 own, weight = experts, f32(1)
