@@ -5,7 +5,8 @@
 Shapes are those of models: A (Qwen3.5-35B-A3B): 256 experts, top 8 and a shared one, hidden 2,048;
 B (Qwen3-30B-A3B): 128, top 8; N (Qwen3-Next-80B-A3B): 512, top 10 and a shared one; L
 (Qwen3-235B-A22B): 128, top 8, hidden 4,096; S: 128 chosen by sigmoid and bias, hidden 2,688. Timed
-over as many layers' routers as L2 does not hold. Exits with 1 if a bit differs. Needs torch.
+over as many layers' routers as L2 does not hold; the one kernel with ``mma.sync`` and, on Hopper,
+with ``wgmma``. Exits with 1 if a bit differs. Needs torch.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ Tensor = torch.Tensor
 _ROOM = 227 * 1024
 _L2_BYTES = 80 << 20  # more than an H200's
 _EPS, _EPSILON = 1e-6, 1e-20
+_RESULTS = ("normed", "scores", "ids", "weights")
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,13 @@ class Router:
         args += [shape.slots, *self._choice(), _EPSILON, 1.0, stride, stride]
         gpu.run(f"moe_route_{route_variant(shape.experts)}", (len(rows.x), 1), args)
 
-    def at_once(self, rows: Rows, layer: int) -> None:
-        """The kernel that stands for them."""
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The kernels that stand for them, the backend's choice last."""
+        return ("moe_router", "moe_router_wgmma")[: 1 + (self.gpu.arch == "sm_90a")]
+
+    def at_once(self, rows: Rows, layer: int, form: str) -> None:
+        """One of ``forms``."""
         shape, dim = self.shape, self.shape.dim
         name = router_variant(len(rows.x), dim=dim, experts=shape.experts, shared_bytes=_ROOM)
         args: list[Any] = [rows.x.data_ptr(), self.norms[layer].data_ptr()]
@@ -130,7 +137,7 @@ class Router:
         args += [tensor.data_ptr() for tensor in (*rows.results, self.counter)]
         args += [len(rows.x), dim, shape.columns, shape.experts, shape.top_k, shape.slots]
         args += [*self._choice(), _EPS, _EPSILON, 1.0, 2 * dim, 2 * dim, 4 * shape.columns]
-        self.gpu.run(f"moe_router_{name}", (-(-shape.columns // ROUTER_COLUMNS), 1), args)
+        self.gpu.run(f"{form}_{name}", (-(-shape.columns // ROUTER_COLUMNS), 1), args)
 
 
 def differing(router: Router, draws: int = 40) -> list[str]:
@@ -149,15 +156,17 @@ def differing(router: Router, draws: int = 40) -> list[str]:
         first = 0
         for count in (1, 2, 3, 4, 5, 7, ROUTER_ROWS, ROUTER_ROWS):
             place = slice(first, first + count)
-            rows = Rows(shape, x[place], active[place])
-            torch.cuda.synchronize()
-            router.at_once(rows, layer)
-            router.gpu.stream.sync()
-            for name, got, want in zip(
-                ("normed", "scores", "ids", "weights"), rows.results, whole.results, strict=True
-            ):
-                if not torch.equal(_bytes(got), _bytes(want[place])):
-                    found.append(f"{shape.name}: {name} of {count} rows, draw {draw}")
+            for form in router.forms:
+                rows = Rows(shape, x[place], active[place])
+                torch.cuda.synchronize()
+                router.at_once(rows, layer, form)
+                router.gpu.stream.sync()
+                wrong = zip(_RESULTS, rows.results, whole.results, strict=True)
+                found += [
+                    f"{shape.name} {form}: {name} of {count} rows, draw {draw}"
+                    for name, got, want in wrong
+                    if not torch.equal(_bytes(got), _bytes(want[place]))
+                ]
             first += count
     return found
 
@@ -166,25 +175,31 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def time_both(router: Router, count: int) -> tuple[float, float]:
-    """Microseconds of a layer: the three kernels, the one."""
+def times(router: Router, count: int) -> dict[str, float]:
+    """Microseconds of a layer: the three kernels, and each form of the one."""
     shape, gpu = router.shape, router.gpu
     x = torch.randn(count, shape.dim, device="cuda").bfloat16()
     rows = Rows(shape, x, torch.arange(count, device="cuda"))
     torch.cuda.synchronize()
 
-    def sweep(form: Any) -> None:
+    def sweep(form: str) -> None:
         for layer in range(router.num_layers):
-            form(rows, layer)
+            if form == "apart":
+                router.apart(rows, layer)
+            else:
+                router.at_once(rows, layer, form)
 
-    forms = (router.apart, router.at_once)
-    three, one = (gpu.microseconds(lambda f=f: sweep(f), 1) / router.num_layers for f in forms)
-    return three, one
+    return {
+        form: gpu.microseconds(lambda form=form: sweep(form), 1) / router.num_layers  # type: ignore[misc]
+        for form in ("apart", *router.forms)
+    }
 
 
 def load_kernels(gpu: Gpu) -> None:
     """The kernels used here onto the device, compiled if need be."""
     names = ["rmsnorm_bf16", *(f"moe_router_{name}" for name in ROUTER_TILES)]
+    if gpu.arch == "sm_90a":
+        names += [f"moe_router_wgmma_{name}" for name in ROUTER_TILES]
     names += [f"moe_route_{name}" for name in ROUTE_VARIANTS]
     names += [f"gemm_step_bf16_{name}" for name in TILES if name.endswith(("_8", "_64"))]
     for compiled in build.load_all(names, gpu.arch, jobs=12).values():
@@ -201,9 +216,9 @@ def measure(gpu: Gpu, gemm: StepGemm, row_counts: list[int]) -> tuple[list[str],
         failed += wrong
         print(f"{shape.name} router: bits", f"WRONG: {wrong[:4]}" if wrong else "equal", flush=True)
         for count in row_counts:
-            three, one = time_both(router, count)
-            figures[f"{shape.name} {count}"] = {"three_us": three, "one_us": one}
-            print(f"{shape.name} router {count} rows: three {three:.2f} us, one {one:.2f} us")
+            found = figures[f"{shape.name} {count}"] = times(router, count)
+            words = ", ".join(f"{form} {us:.2f}" for form, us in found.items())
+            print(f"{shape.name} router {count} rows, us: {words}", flush=True)
         del router
         gemm.maps.clear()
         torch.cuda.empty_cache()

@@ -6,15 +6,19 @@ code. Each thread block normalises the rows for itself and has 8 experts, whose 
 for before the wait; the last one to have its scores makes the choice.
 
 A score is one chain of products of the tensor core, as long as a row: what the kernel takes at
-least. So one warp multiplies, which has its fragments a step ahead. The rest is kept short, in code
-as well: an SM finds none of it in its instruction cache. Meanwhile another warp runs through the
-code of the choice, which comes last.
+least, and the less the sooner a product can follow the one before (``moe_router_wgmma``). The rest
+is kept short, in code as well: an SM finds none of it in its instruction cache. While the chain
+goes on, a warp runs through the code of the choice, which comes last.
+
+Rows lie in shared memory as ``wgmma`` and TMA have them: 8 rows of 64 elements are 1,024 bytes, in
+which a row's 16-byte units are exchanged by its number.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.moe_route import each, row_route
 from atlas_kernels.moe_router_plan import ROUTER_COLUMNS, ROUTER_TILES, RouterTile
@@ -25,7 +29,7 @@ from atlas_kernels.ptx_async import (
     launch_dependents,
     wait_prerequisites,
 )
-from atlas_kernels.ptx_math import fast_rsqrt, opaque, pack_bf16, remainder, unpack_bf16
+from atlas_kernels.ptx_math import divide, fast_rsqrt, opaque, pack_bf16, remainder, unpack_bf16
 from atlas_kernels.ptx_memory import (
     atomic_add_b32,
     dynamic_shared,
@@ -57,6 +61,7 @@ from atlas_kernels.vector import access
 THREADS = 256
 _WARPS = THREADS // 32
 _ROWS = access("bf16")
+_INFINITY = np.float32(np.inf)
 
 
 def _exchange(count: int, distance: int) -> Any:
@@ -149,12 +154,18 @@ def _squares(words, vector, _, dim):
 _add_squares = _ROWS.add_squares
 
 
+@device
+def _place(row, at):
+    """Where 16 bytes of one of 8 rows lie; ``at`` counts the row's bytes."""
+    return i32((at >> 7) * 1024 + row * 128 + ((at ^ (row << 4)) & 112))
+
+
 def _ask(tile: RouterTile) -> Any:
     """Start copying what is constant: 8 rows of the router, from ``first`` on, and the norm.
 
     Past the last row it is the last one's: nobody stores what comes of it.
     """
-    pitch, norm_at = tile.pitch, tile.norm_at
+    norm_at = tile.norm_at
 
     @device
     def ask(base, router, norm, first, columns, dim):
@@ -162,7 +173,7 @@ def _ask(tile: RouterTile) -> Any:
         while at < end:
             for j in range(ROUTER_COLUMNS):
                 source = router + i64(min(i32(first + j), i32(columns - 1))) * end
-                copy16(i32(base + j * pitch + at), source + at)
+                copy16(i32(base + _place(i32(j), at)), source + at)
             at = i32(at + THREADS * 16)
         at, end = i32(thread_x() * 16), i32(4 * dim)
         while at < end:
@@ -174,11 +185,11 @@ def _ask(tile: RouterTile) -> Any:
 
 def _normalise(tile: RouterTile) -> Any:
     """By a warp: its vectors of a row, normalised, to shared memory, and to ``out`` if not 0."""
-    norm_at, scale, mul = tile.norm_at, _ROWS.scale, _ROWS.mul
-    load = _ROWS.load
+    rows_at, norm_at = tile.rows_at, tile.norm_at
+    load, scale, mul = _ROWS.load, _ROWS.scale, _ROWS.mul
 
     @device
-    def normalise(base, target, row, factor, first, step, dim, out):
+    def normalise(base, number, row, factor, first, step, dim, out):
         at, end = i32(first * 512 + lane_id() * 16), i32(2 * dim)
         while at < end:
             a, b, c, d = load_shared_f32x4(i32(base + norm_at + at * 2))
@@ -188,7 +199,7 @@ def _normalise(tile: RouterTile) -> Any:
                 pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
                 pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]),
             )  # fmt: skip
-            store_shared_b32x4(i32(target + at), words)
+            store_shared_b32x4(i32(base + rows_at + _place(number, at)), words)
             if out != 0:
                 store_b32x4(out + at, words)
             at = i32(at + step * 512)
@@ -197,13 +208,13 @@ def _normalise(tile: RouterTile) -> Any:
 
 
 @device
-def _load_128(rows, weights):
+def _load_128(weights, rows):
     """Fragments of 128 elements of K, 32 in each pair of loads."""
     return (
-        (ldmatrix_x4(rows), ldmatrix_x4(weights)),
-        (ldmatrix_x4(i32(rows + 64)), ldmatrix_x4(i32(weights + 64))),
-        (ldmatrix_x4(i32(rows + 128)), ldmatrix_x4(i32(weights + 128))),
-        (ldmatrix_x4(i32(rows + 192)), ldmatrix_x4(i32(weights + 192))),
+        (ldmatrix_x4(weights), ldmatrix_x4(rows)),
+        (ldmatrix_x4(i32(weights ^ 64)), ldmatrix_x4(i32(rows ^ 64))),
+        (ldmatrix_x4(i32(weights + 1024)), ldmatrix_x4(i32(rows + 1024))),
+        (ldmatrix_x4(i32((weights + 1024) ^ 64)), ldmatrix_x4(i32((rows + 1024) ^ 64))),
     )
 
 
@@ -221,56 +232,60 @@ def _multiply_128(total, held):
     return _multiply_32(_multiply_32(total, held[2]), held[3])
 
 
-@device
-def _multiply(rows, weights, dim):
-    """A warp's scores of 8 rows and 8 experts.
+def _multiply(tile: RouterTile) -> Any:
+    """(base, dim), by a warp → its lanes' scores: expert ``lane / 4``, rows 2 (lane % 4) and next.
 
-    ``rows`` and ``weights`` are a lane's: row ``lane % 8``, bytes 16 · (lane / 8). Loads run ahead,
-    past the end into what lies there.
+    Loads run ahead of the products, past the end into what lies there.
     """
-    total, at, end = mma_zero(), i32(0), i32(2 * dim)
-    held = _load_128(rows, weights)
-    while at < end:
-        others = _load_128(i32(rows + at + 256), i32(weights + at + 256))
-        total = _multiply_128(total, held)
-        held = _load_128(i32(rows + at + 512), i32(weights + at + 512))
-        if at + 256 < end:
-            total = _multiply_128(total, others)
-        at = i32(at + 512)
-    return total
+    rows_at = tile.rows_at
+
+    @device
+    def multiply(base, dim):
+        lane, total, at, end = lane_id(), mma_zero(), i32(0), i32(16 * dim)
+        weights = i32(base + _place(i32(lane & 7), i32((lane >> 3) * 16)))
+        rows = i32(weights + rows_at)
+        held = _load_128(weights, rows)
+        while at < end:
+            others = _load_128(i32(weights + at + 2048), i32(rows + at + 2048))
+            total = _multiply_128(total, held)
+            held = _load_128(i32(weights + at + 4096), i32(rows + at + 4096))
+            if at + 2048 < end:
+                total = _multiply_128(total, others)
+            at = i32(at + 4096)
+        return total
+
+    return multiply
 
 
 @device
 def _store_scores(total, scores, stride, first, rows, columns):
-    row, column = i32(lane_id() >> 2), i32(first + (lane_id() & 3) * 2)
+    """By the first warp."""
+    column, row = i32(first + (lane_id() >> 2)), i32((lane_id() & 3) * 2)
     target = scores + row * stride + i64(column) * 4
-    if row < rows and column < columns:
+    if column < columns and row < rows:
         store_f32(target, total[0])
-    if row < rows and column + 1 < columns:
-        store_f32(target + 4, total[1])
+    if column < columns and row + 1 < rows:
+        store_f32(target + stride, total[1])
 
 
-@kernel(
-    "moe_router",
-    args="ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i32 i32 i32"
-    " f32 f32 f32 i64 i64 i64",
-    threads=THREADS,
-    shared=lambda tile: tile.shared_bytes,
-    variants={name: (tile,) for name, tile in ROUTER_TILES.items()},
+@device
+def _no_fence():
+    """``mma.sync`` reads shared memory as all threads do."""
+
+
+ARGS = (
+    "ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i32 i32 i32 f32 f32 f32 i64 i64"
+    " i64"
 )
-def make_moe_router(tile: RouterTile) -> Any:
-    """normed, scores, ids and weights of up to 8 rows x [m, D]; grid (⌈columns / 8⌉).
 
-    - ``norm`` float32 [D] and ``eps``; ``router`` bf16 [columns, D], of which the first ``experts``
-      are the experts, and with ``slots`` = top_k + 1 the next one is the shared expert's;
-    - ``active``, ``bias`` and all that ``moe_route`` has by these names;
-    - ``normed`` bf16 [m, D], ``scores`` float32 [m, columns], written as ids and weights are;
-    - ``counter`` int32 [1]: zero, and zero again afterwards.
 
-    D is a multiple of 128; rows of x, ``norm`` and ``router`` lie at multiples of 16 bytes, strides
-    in bytes. ``active`` is read before the wait.
+def router_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_fence) -> Any:
+    """``moe_router``, whose first ``warps`` warps ``multiply``.
+
+    (base, dim) → scores, the first warp's as those of the ``mma.sync`` form. ``fence`` comes
+    between what all threads wrote and the barrier before it.
     """
-    vectors, pitch, rows_at = tile.vectors, tile.pitch, tile.rows_at
+    vectors, norm_at = tile.vectors, tile.norm_at
     ask, normalise, arrived = _ask(tile), _normalise(tile), copy_wait(0)
     words_of, squares_of = each(vectors, _words), each(vectors, _squares)
     row_sum, route, nothing = _row_sum(vectors), row_route(tile.scores, load_l2_f32), (0,) * vectors
@@ -297,29 +312,30 @@ def make_moe_router(tile: RouterTile) -> Any:
         arrived()
         sync_threads()  # the norm's weights are there, while the rows are on their way
         total = row_sum(squares_of(words, lane, i32(0), dim), lane)
-        factor = fast_rsqrt(total / f32(dim) + eps)
+        mean = divide(total, f32(dim))
+        mean = mean if total < _INFINITY else total
+        factor = fast_rsqrt(mean + eps)
         out = i64(0)
         if remainder(row, blocks) == block_x():
             out = normed + row * normed_stride
-        target = i32(base + rows_at + row * pitch)
-        normalise(base, target, source, factor, warp >> shift, i32(_WARPS >> shift), dim, out)
+        normalise(base, row, source, factor, warp >> shift, i32(_WARPS >> shift), dim, out)
+        fence()
         sync_threads()
-        if warp == 0:
-            within = i32((lane >> 3) * 16)
-            rows = i32(base + rows_at + min(i32(lane & 7), i32(m - 1)) * pitch + within)
-            sums = _multiply(rows, i32(base + (lane & 7) * pitch + within), dim)
-            _store_scores(sums, scores, scores_stride, first, m, columns)
-            sync_warp()
-            if lane == 0:
-                fence_device()
-                finished = atomic_add_b32(counter, 1)
-                fence_device()
-                if finished == blocks - 1:
-                    store_b32(counter, 0)
-                store_shared_b32(base, finished)
+        if warp < warps:
+            sums = multiply(base, dim)
+            if warp == 0:
+                _store_scores(sums, scores, scores_stride, first, m, columns)
+                sync_warp()
+                if lane == 0:
+                    fence_device()
+                    finished = atomic_add_b32(counter, 1)
+                    fence_device()
+                    if finished == blocks - 1:
+                        store_b32(counter, 0)
+                    store_shared_b32(base + norm_at, finished)
         # A warp with nothing to multiply runs the choice before, on other numbers, for the
         # instruction cache: it is one and the same code.
-        turn = opaque(i32(1 if warp == 1 else 0))
+        turn = opaque(i32(1 if warp == warps else 0))
         while turn >= 0:
             number, own_scores, last = i32(0), i64(norm), i64(0)
             num_scores, num_choices, num_slots = min(experts, dim), i32(1), i32(0)
@@ -330,7 +346,7 @@ def make_moe_router(tile: RouterTile) -> Any:
                 if columns > experts:
                     last = i64(own_scores + experts * 4)
                 num_scores, num_choices, num_slots = experts, top_k, slots
-                runs = warp < m and load_shared_b32(base) == blocks - 1
+                runs = warp < m and load_shared_b32(base + norm_at) == blocks - 1
             if runs:
                 route(
                     row, number, own_scores, last, bias, ids, weights, num_scores, num_choices,
@@ -339,3 +355,25 @@ def make_moe_router(tile: RouterTile) -> Any:
             turn = i32(turn - 1)
 
     return moe_router
+
+
+@kernel(
+    "moe_router",
+    args=ARGS,
+    threads=THREADS,
+    shared=lambda tile: tile.shared_bytes,
+    variants={name: (tile,) for name, tile in ROUTER_TILES.items()},
+)
+def make_moe_router(tile: RouterTile) -> Any:
+    """normed, scores, ids and weights of up to 8 rows x [m, D]; grid (⌈columns / 8⌉).
+
+    - ``norm`` float32 [D] and ``eps``; ``router`` bf16 [columns, D], of which the first ``experts``
+      are the experts, and with ``slots`` = top_k + 1 the next one is the shared expert's;
+    - ``active``, ``bias`` and all that ``moe_route`` has by these names;
+    - ``normed`` bf16 [m, D], ``scores`` float32 [m, columns], written as ids and weights are;
+    - ``counter`` int32 [1]: zero, and zero again afterwards.
+
+    D is a multiple of 128; rows of x, ``norm`` and ``router`` lie at multiples of 16 bytes, strides
+    in bytes. ``active`` is read before the wait.
+    """
+    return router_kernel(tile, _multiply(tile), 1)

@@ -38,24 +38,19 @@ class RouterTile:
         return 32 * self.scores
 
     @property
-    def pitch(self) -> int:
-        """Bytes between rows in shared memory: an odd multiple of 16, against bank conflicts."""
-        return 2 * self.dim + 16
-
-    @property
     def rows_at(self) -> int:
-        """Where the normalised rows lie: after the thread block's rows of the router."""
-        return ROUTER_COLUMNS * self.pitch
+        """Where the normalised rows lie: after the thread block's 8 rows of the router."""
+        return 16 * self.dim
 
     @property
     def norm_at(self) -> int:
         """Where the norm's weights lie, after those."""
-        return self.rows_at + ROUTER_ROWS * self.pitch
+        return 32 * self.dim
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory."""
-        return self.norm_at + 4 * self.dim
+        return 36 * self.dim
 
 
 ROUTER_TILES: dict[str, RouterTile] = {
@@ -63,7 +58,7 @@ ROUTER_TILES: dict[str, RouterTile] = {
     for dim in (2048, 4096)
     for experts in (256, 512)
 }
-"""``moe_router_<variant>``."""
+"""``moe_router_<variant>``, and for sm_90a ``moe_router_wgmma_<variant>``."""
 
 
 def router_variant(rows: int, *, dim: int, experts: int, shared_bytes: int) -> str | None:

@@ -23,7 +23,7 @@ LEAST = 99 * 1024
 def test_variants() -> None:
     for tile in ROUTER_TILES.values():
         assert tile.shared_bytes <= 227 * 1024
-        assert tile.pitch // 16 % 2 == 1, "bank conflicts"
+        assert tile.rows_at % 1024 == 0, "the swizzle's pattern"
         assert tile.dim <= 4096, "a thread of rmsnorm has one vector of a row"
 
     def chosen(rows: int, dim: int, experts: int, room: int = 227 * 1024) -> str | None:
@@ -123,7 +123,8 @@ class Router:
         """The results, which both forms must have to the bit."""
         got, launched = self.run(x, slots, at_once=True, times=times)
         assert len(launched) == times
-        assert launched[0].startswith("moe_router_")
+        form = "moe_router_wgmma_d" if self.arch == "sm_90a" else "moe_router_d"
+        assert launched[0].startswith(form)
         want, apart = self.run(x, slots, at_once=False)
         assert [name.split("_")[0] for name in apart] == ["rmsnorm", "gemm", "moe"]
         for one, other in zip(got, want, strict=True):
@@ -144,7 +145,8 @@ def test_softmax_of_an_odd_number_of_experts(bench: Bench, rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_rows_as_long_as_a_model_has_them(bench: Bench, rows: int) -> None:
-    router = Router(bench, 2048, 128 if rows == 1 else 20, seed=rows)
+    arch = "sm_90a" if rows == 1 else "sm_80"
+    router = Router(bench, 2048, 128 if rows == 1 else 20, seed=rows, arch=arch)
     router.compare(router.rows(rows))
 
 
@@ -156,9 +158,11 @@ def test_longer_rows(bench: Bench) -> None:
     router.compare(router.rows(2))
 
 
-@pytest.mark.parametrize("sigmoid", [False, True])
-def test_padding_and_a_shared_expert(bench: Bench, sigmoid: bool) -> None:
-    router = Router(bench, 256, 24, top_k=4, shared=True, sigmoid=sigmoid, scale=2.5)
+@pytest.mark.parametrize(
+    ("sigmoid", "arch"), [(False, "sm_90a"), (True, "sm_90a"), (True, "sm_80")]
+)
+def test_padding_and_a_shared_expert(bench: Bench, sigmoid: bool, arch: str) -> None:
+    router = Router(bench, 256, 24, top_k=4, shared=True, sigmoid=sigmoid, scale=2.5, arch=arch)
     x, slots = router.rows(6), np.array([3, -1, 0, 90, -1, 4], np.int32)
     x[1] = np.nan
     *_, ids, weights = router.compare(x, slots)
@@ -170,14 +174,16 @@ def test_padding_and_a_shared_expert(bench: Bench, sigmoid: bool) -> None:
 
 def test_it_may_run_again(bench: Bench) -> None:
     """As a graph that is replayed: the counter is zero again."""
-    router = Router(bench, 128, 40, sigmoid=True)
-    router.compare(router.rows(2), times=3)
+    for arch in ("sm_80", "sm_90a"):
+        router = Router(bench, 128, 40, sigmoid=True, arch=arch)
+        router.compare(router.rows(2), times=3)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("order", [1, -1])
-def test_no_barrier_is_missing(ptx_of: Callable[[str], str], order: int) -> None:
+def test_no_barrier_is_missing(ptx_of: Callable[[str], str], order: int, arch: str) -> None:
     bench = machine_bench(ptx_of, order)
-    router = Router(bench, 256, 17, top_k=2)
+    router = Router(bench, 256, 17, top_k=2, arch=arch)
     router.compare(router.rows(4))
 
 

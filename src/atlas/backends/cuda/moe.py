@@ -114,7 +114,8 @@ def moe_router(
     args += (normed, scores, ids, weights, counter, rows, dim, router.rows, num_experts, top_k)
     args += (ids.shape[1], int(scoring == "sigmoid"), int(normalize), norm_eps, _EPSILON, scale)
     args += (x.strides[0], normed.strides[0], scores.strides[0])
-    queue.launch(f"moe_router_{variant}", (-(-router.rows // ROUTER_COLUMNS), 1), args, router)
+    name = f"moe_router_{'wgmma_' if queue.device.arch == 'sm_90a' else ''}{variant}"
+    queue.launch(name, (-(-router.rows // ROUTER_COLUMNS), 1), args, router)
 
 
 def _is_routed_at_once(
