@@ -6,7 +6,8 @@ Random bf16 weights. Shape A: 256 experts, top 8 and a shared one, hidden 2048, 
 shape B (Qwen3-30B-A3B): 128 experts, top 8, width 768, and its whole weight sweep at batch 1.
 Bit for bit: each row alone, among others, shuffled, by the decode and by every grouped kernel.
 Decode is timed as a layer and by kernel; --tune adds the decode kernels that would do as well.
-Prefill is timed with each grouped form; w160 is that of Hopper, with ``wgmma``.
+Prefill is timed with each grouped form; w160 is that of Hopper, with ``wgmma``. What comes before
+the experts, in one kernel and in three: see ``gpu_router``.
 Exits with 1 if a check failed. Needs torch, for data and for the ceilings.
 """
 
@@ -41,6 +42,7 @@ from atlas_kernels.moe_plan import (  # noqa: E402
     route_variant,
 )
 
+from benchmarks import gpu_router  # noqa: E402
 from benchmarks.gpu_gemm import StepGemm, read_ceiling  # noqa: E402
 from tests.kernels.gpu import Gpu  # noqa: E402
 
@@ -455,6 +457,10 @@ def main() -> int:
             figures["30B-A3B sweep"] = sweep_30b(gpu, gemm, layers, ceiling)
         del layers
         torch.cuda.empty_cache()
+    gpu_router.load_kernels(gpu)
+    few = [rows for rows in options.rows if rows <= gpu_router.ROUTER_ROWS]
+    failed, figures["router"] = gpu_router.measure(gpu, gemm, few)
+    checks.failed += failed
     if options.json:
         record = {"device": gpu.device.name, "errors": checks.errors, "failed": checks.failed}
         Path(options.json).write_text(json.dumps(record | {"figures": figures}, indent=1))

@@ -25,6 +25,7 @@ WEIGHT_ARGUMENTS = {
     "linear": (2,),
     "linear_add": (2,),
     "linear_gated": (2,),
+    "moe_router": (4,),
     "moe_experts": (2, 3),
     "embedding": (2,),
 }

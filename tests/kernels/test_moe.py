@@ -126,6 +126,14 @@ def test_route_by_softmax(bench: Bench, normalize: bool) -> None:
     np.testing.assert_allclose(weights, want, rtol=3e-6, atol=1e-30)
 
 
+def test_sigmoids_of_great_scores(bench: Bench) -> None:
+    scores = np.array([[-200, -88, -87, 0, 10, 200]], np.float32)
+    ids, weights = _route(bench, scores, 6, normalize=False, sigmoid=True)
+    np.testing.assert_array_equal(ids[0, :4], [5, 4, 3, 2])
+    want = 1 / (1 + np.exp(-scores[0, ids[0]].astype(np.float64)))
+    np.testing.assert_allclose(weights[0], want, rtol=1e-6, atol=2.0**-126)
+
+
 def test_route_by_sigmoid_with_bias_and_a_shared_expert(bench: Bench) -> None:
     random = np.random.default_rng(2)
     scores = random.standard_normal((4, 40)).astype(np.float32) * 2

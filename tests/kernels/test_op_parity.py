@@ -29,6 +29,7 @@ ROUNDED_INSIDE = {
     "linear_add": 4e-3,
     "linear_gated": 1e-2,
     "moe_experts": 2e-2,
+    "moe_router": 1e-2,
     "gated_delta_prefill": 2e-2,
     "mamba2_prefill": 2e-2,
 }

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from atlas.errors import CapabilityError
 from atlas.ops import OPS
+from atlas.ops.moe import router_in_parts
+
+_PARTS = {"moe_router": (router_in_parts, ("rmsnorm", "linear", "moe_route"))}
+"""Ops that stand for others: how they call those, and which."""
 
 
 def implementations(backend: str) -> dict[str, Callable[..., Any]]:
@@ -50,6 +54,21 @@ def _refuse(backend: str, name: str, *args: Any, **kwargs: Any) -> None:
 def bind(functions: dict[str, Callable[..., Any]], queue: object) -> SimpleNamespace:
     """The vocabulary bound to a queue: ``ops.rmsnorm(x, weight, eps, out=out)``."""
     return SimpleNamespace(**{name: partial(call, queue) for name, call in functions.items()})
+
+
+def in_parts(
+    functions: dict[str, Callable[..., Any]], replaced: Container[str]
+) -> dict[str, Callable[..., Any]]:
+    """Ops that stand for one that the user has replaced: as calls of it and of the others.
+
+    ``functions`` has the replacements; ``replaced`` names them. An op whose own place a function of
+    the user's has taken is left alone.
+    """
+    return {
+        name: partial(call, functions)
+        for name, (call, parts) in _PARTS.items()
+        if name not in replaced and any(part in replaced for part in parts)
+    }
 
 
 def takes_queue(function: Callable[..., Any]) -> bool:
