@@ -9,6 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
+from atlas_kernels.attention_decode_layout import (
+    WARPS,
+    key_pitch,
+    limits_at,
+    queries_at,
+    result_pitch,
+    stages,
+    sums_at,
+)
 from atlas_kernels.attention_decode_parts import (
     add_part,
     combine_splits,
@@ -17,7 +26,7 @@ from atlas_kernels.attention_decode_parts import (
     store_output,
     store_rows,
 )
-from atlas_kernels.attention_fresh import NO_FRESH_ROWS, FreshRows
+from atlas_kernels.attention_fresh import FreshRows
 from atlas_kernels.attention_plan import SPLIT
 from atlas_kernels.kv_store import BLOCK_LEN
 from atlas_kernels.ptx_async import (
@@ -74,42 +83,9 @@ from atlas_kernels.ptx_warp import (
     thread_x,
 )
 
-THREADS = 128
-WARPS = THREADS // 32
 FEW_BLOCKS = 256
 """Thread blocks up to which all run at once on a large GPU, with time before their turn."""
 LOG2_E = 1.4426950408889634
-ROW_BYTES = 16  # of a row in the table in shared memory: first and last key, two floats unused
-
-
-def key_pitch(dim: int) -> int:
-    """Bytes from a row of keys, values or queries to the next: no bank conflicts."""
-    return 2 * dim + 16
-
-
-def stages(dim: int) -> int:
-    """Blocks of keys and values in flight for each warp."""
-    return 2 if dim <= 128 else 1
-
-
-def queries_at(dim: int) -> int:
-    """Where the queries lie in shared memory, after the warps' buffers."""
-    return WARPS * stages(dim) * 2 * BLOCK_LEN * key_pitch(dim)
-
-
-def sums_offset(dim: int, tiles: int) -> int:
-    """Where the warps' maxima and sums lie, after the queries and their limits."""
-    return queries_at(dim) + 16 * tiles * (key_pitch(dim) + 8)
-
-
-def shared_bytes(dim: int, tiles: int) -> int:
-    """Dynamic shared memory: the warps' buffers, queries, limits, maxima and sums."""
-    return sums_offset(dim, tiles) + 16 * tiles * WARPS * 8
-
-
-def resident_blocks(dim: int, tiles: int) -> int:
-    """Thread blocks that an SM shall hold."""
-    return 3 if tiles * dim <= 128 else 2
 
 
 @device
@@ -121,7 +97,7 @@ def own_position(positions, sequence, row):
 def attention_body(
     dim: int,
     tiles: int,
-    rows_apart: FreshRows = NO_FRESH_ROWS,
+    rows_apart: FreshRows,
     last_key: Any = own_position,
 ) -> Any:
     """A device function of the kernel's arguments, and of a tuple that ``rows_apart`` takes.
@@ -132,15 +108,13 @@ def attention_body(
     ``positions``) is read before that; so are the pools where the step's own keys and values are
     apart, since all that is then read of them is older than the step.
     """
-    is_apart = rows_apart is not NO_FRESH_ROWS
+    is_apart = rows_apart.are_apart
     chunks = dim // 8  # of 16 bytes in a row
     pitch, depth, rows = key_pitch(dim), stages(dim), 16 * tiles
     block_bytes = BLOCK_LEN * pitch
     warp_bytes = depth * 2 * block_bytes
     q_at = queries_at(dim)
-    limits_at = q_at + rows * pitch
-    sums_at = sums_offset(dim, tiles)
-    result_pitch = 4 * dim + 16  # the warps' results take the place of the buffers
+    row_limits, row_sums, part_pitch = limits_at(dim, tiles), sums_at(dim, tiles), result_pitch(dim)
     per_lane = BLOCK_LEN * chunks // 32
     regular = 32 % chunks == 0  # then a lane copies the same columns of every row it meets
     vectors = dim // 4
@@ -152,12 +126,11 @@ def attention_body(
     rows_fma, sum_lanes = tile_rows_fma(tiles), tile_sum_lanes(tiles)
     no_values, no_sums = tile_fill(rows * dim // 32, 0.0), tile_fill(2 * tiles, 0.0)
     no_maxima, scale_maxima = tile_fill(2 * tiles, MASKED), vector_scale(2 * tiles)
-    store_values = tile_store(dim, tiles, result_pitch)
+    store_values = tile_store(dim, tiles, part_pitch)
     load_rows, put_rows = row_words(tiles), store_rows(tiles)
-    copied, all_copied = copy_wait(2 * depth - 1), copy_wait(0)
+    copied = copy_wait(2 * depth - 1)
     combine = combine_splits(dim)
-    first_fresh, copy_fresh, turn = rows_apart.first, rows_apart.copy, rows_apart.turn
-    warm = rows_apart.warm
+    first_fresh, ask, bring = rows_apart.first, rows_apart.ask, rows_apart.bring
     store_fresh, patch = rows_apart.store, rows_apart.patch
 
     @device
@@ -178,26 +151,13 @@ def attention_body(
                 copy16_or_zero(target + (chunk + row) * 16, source + chunk * 16, num_bytes)
 
     @device
-    def copy_queries(q, base, first_row, begin, count, group, head, q_stride):
-        """The thread block's query rows; rows past ``count`` become zeros."""
-        for chunk in range(thread_x(), rows * chunks, THREADS):
-            row = quotient(chunk, chunks)
-            index = begin + min(row, count - 1)
-            token = quotient(index, group)
-            source = q + i64(first_row + token) * q_stride
-            source += i64(head * group + index - token * group) * (2 * dim)
-            source += (chunk - row * chunks) * 16
-            num_bytes = i32(16) if row < count else i32(0)
-            copy16_or_zero(base + q_at + (chunk + row) * 16, source, num_bytes)
-
-    @device
     def merge_warps(base, row, column):
         """Four columns of a row: the warps' results, ascending."""
-        state, at = empty_row(), base + sums_at + row * 8
-        source = base + row * result_pitch + column * 4
+        state, at = empty_row(), base + row_sums + row * 8
+        source = base + row * part_pitch + column * 4
         for warp in range(WARPS):
             part = load_shared_f32x2(at + warp * rows * 8)
-            state = add_part(state, part, load_shared_f32x4(source + warp * rows * result_pitch))
+            state = add_part(state, part, load_shared_f32x4(source + warp * rows * part_pitch))
         return state
 
     @device
@@ -235,12 +195,12 @@ def attention_body(
 
         base, lane, warp = dynamic_shared(), lane_id(), shuffle_b32(thread_x() >> 5, 0)
         known = first_fresh(latest, first_row, positions)  # keys that the pools hold
-        num_fresh = i32(latest + 1 - known)
-        warm(base, fresh, first_row, known, num_fresh)
+        fresh_at = first_row, known, begin, count, group, head, i32(latest + 1 - known)
+        asked = ask(base, q, q_stride, fresh, fresh_at)
         if thread_x() < rows:
             index = begin + min(thread_x(), count - 1)
             position = last_key(positions, sequence, first_row + quotient(index, group))
-            at = base + limits_at + thread_x() * 8
+            at = base + row_limits + thread_x() * 8
             store_shared_b32(at, max(0, position - window + 1) if window > 0 else 0)
             store_shared_b32(at + 4, position)
         if not is_apart:
@@ -283,24 +243,12 @@ def attention_body(
             # with what their buffers hold, and drop the result.
             rehearse = is_apart and is_first and num_blocks_x() <= FEW_BLOCKS
             for attempt in range(0 if rehearse else 1, 2):
-                if attempt == 1:
-                    if is_first:
-                        if is_apart:
-                            wait_prerequisites()
-                        copy_queries(q, base, first_row, begin, count, group, head, q_stride)
-                        copy_fresh(base, fresh, first_row, head, num_fresh)
-                        copy_commit()
-                        all_copied()
-                    sync_threads()
                 if is_first:
-                    turn(base, fresh, warp, known, begin, count, group, num_fresh)
-                if attempt == 1:
-                    store_fresh(
-                        base, fresh, first_row, known, head, kv_heads, quotient(begin, group),
-                        quotient(begin + count - 1, group) + 1, split, (k_pool, v_pool),
-                    )  # fmt: skip
-                first = load_rows(base + limits_at + (lane >> 2) * 8)
-                last = load_rows(base + limits_at + (lane >> 2) * 8 + 4)
+                    if is_apart and attempt == 1:
+                        wait_prerequisites()
+                    bring(base, q, q_stride, fresh, fresh_at, asked, attempt == 1)
+                first = load_rows(base + row_limits + (lane >> 2) * 8)
+                last = load_rows(base + row_limits + (lane >> 2) * 8 + 4)
                 values, maxima, totals = no_values(), no_maxima(), no_sums()
                 stage, block = 0, first_block
                 end = high if attempt == 1 else min(high, first_block)
@@ -313,7 +261,7 @@ def attention_body(
                     goes_on = attempt == 1 and ahead <= high
                     copied()
                     sync_warp()
-                    patch(base, at, block, known, num_fresh, 0)
+                    patch(base, at, block, fresh_at, 0)
                     scores = scores_of(q_row, at + k_row)
                     sync_warp()
                     if goes_on:
@@ -330,7 +278,7 @@ def attention_body(
                     values = scale_rows(values, decay)
                     copied()
                     sync_warp()
-                    patch(base, at + block_bytes, block, known, num_fresh, 1)
+                    patch(base, at + block_bytes, block, fresh_at, 1)
                     values = values_of(values, weights, at + block_bytes + v_row)
                     sync_warp()
                     if goes_on:
@@ -338,12 +286,14 @@ def attention_body(
                     copy_commit()
                     block += WARPS
                     stage = 0 if stage == depth - 1 else stage + 1
+            if warp == (latest // BLOCK_LEN + 1) & (WARPS - 1):  # the next block's: it is ahead
+                store_fresh(base, fresh, kv_heads, fresh_at, split, (k_pool, v_pool))
             totals = sum_lanes(totals)
             sync_threads()  # the buffers are free
-            at = base + (warp * rows + (lane >> 2)) * result_pitch + (lane & 3) * 8
+            at = base + (warp * rows + (lane >> 2)) * part_pitch + (lane & 3) * 8
             store_values(values, at)
             if lane & 3 == 0:
-                at = base + sums_at + (warp * rows + (lane >> 2)) * 8
+                at = base + row_sums + (warp * rows + (lane >> 2)) * 8
                 put_rows(at, scale_maxima(maxima, factor))
                 put_rows(at + 4, totals)
             sync_threads()

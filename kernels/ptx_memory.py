@@ -59,6 +59,7 @@ store_b32x4_if = instruction(
 )
 """``store_b32x4`` if the third argument is not 0, without a branch."""
 
+load_l2_b32 = instruction("r", "l", "ld.global.cg.b32 $0, [$1];")
 load_l2_f32x2 = instruction("f2", "l", "ld.global.cg.v2.f32 {$0, $1}, [$2];")
 load_l2_f32x4 = instruction("f4", "l", "ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];")
 """Past L1, which may hold a line from before another thread block wrote to it."""
