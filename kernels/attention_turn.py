@@ -16,7 +16,14 @@ from atlas_kernels.attention_decode_layout import WARPS, key_pitch, queries_at
 from atlas_kernels.ptx_async import copy16_or_zero, copy_commit, copy_wait
 from atlas_kernels.ptx_math import fast_rsqrt, pack_bf16, quotient, unpack_bf16
 from atlas_kernels.ptx_memory import load_l2_b32, store_shared_b32
-from atlas_kernels.ptx_warp import lane_id, shuffle_f32, shuffle_xor_f32, sync_threads, thread_x
+from atlas_kernels.ptx_warp import (
+    lane_id,
+    shuffle_f32,
+    shuffle_xor_f32,
+    sync_threads,
+    sync_warp,
+    thread_x,
+)
 from atlas_kernels.vector import access
 
 DIM = 128
@@ -49,23 +56,30 @@ def _normed(head, factor, weights):
 
 
 @device
-def _rotate(at, head, angles, half):
+def _partners(head, half):
+    """What a lane's first two elements are rotated with: its own last two, or another lane's."""
+    low, high = head
+    if half == DIM // 2:
+        return high
+    source = i32(lane_id() + (half >> 1)) & 31
+    a, b = shuffle_f32(low[0], source), shuffle_f32(low[1], source)
+    c, d = shuffle_f32(high[0], source), shuffle_f32(high[1], source)
+    return (a, b) if 2 * lane_id() + half < DIM // 2 else (c, d)
+
+
+@device
+def _rotate(at, head, partners, angles, half):
     """Store a head in shared memory, its first 2 · half dimensions rotated."""
-    lane, low, high = lane_id(), head[0], head[1]
-    second = high
-    if half != DIM // 2:  # the pairs' second elements are another lane's
-        source = i32(lane + (half >> 1)) & 31
-        a, b = shuffle_f32(low[0], source), shuffle_f32(low[1], source)
-        c, d = shuffle_f32(high[0], source), shuffle_f32(high[1], source)
-        second = (a, b) if 2 * lane + half < DIM // 2 else (c, d)
-        if lane >= half:
-            _put(at + lane * 4, low)
-        if DIM // 4 + lane >= half:
-            _put(at + DIM + lane * 4, high)
+    lane = lane_id()
+    low, high = head
+    cos, sin = angles
+    if lane >= half:
+        _put(at + lane * 4, low)
+    if DIM // 4 + lane >= half:
+        _put(at + lane * 4 + DIM, high)
     if 2 * lane < half:
-        cos, sin = angles
-        _put(at + lane * 4, _add(_mul(low, cos), _scale(_mul(second, sin), f32(-1))))
-        _put(at + lane * 4 + half * 2, _add(_mul(second, cos), _mul(low, sin)))
+        _put(at + lane * 4, _add(_mul(low, cos), _scale(_mul(partners, sin), f32(-1))))
+        _put(at + lane * 4 + half * 2, _add(_mul(partners, cos), _mul(low, sin)))
 
 
 def turned_rows(keys_at: int, values_at: int) -> tuple[Any, Any]:
@@ -151,12 +165,14 @@ def turned_rows(keys_at: int, values_at: int) -> tuple[Any, Any]:
                 first = _normed(first, fast_rsqrt(a / f32(DIM) + fresh[9]), weights)
                 weights = q_weights if item + WARPS < count else k_weights
                 second = _normed(second, fast_rsqrt(b / f32(DIM) + fresh[9]), weights)
-            _rotate(one[1], first, one[2], half)
+            partners, more = _partners(first, half), _partners(second, half)
+            _rotate(one[1], first, partners, one[2], half)
             if item + WARPS < end:
-                _rotate(other[1], second, other[2], half)
+                _rotate(other[1], second, more, other[2], half)
             item = i32(item + 2 * WARPS)
             if item < end:
                 items = both_items(base, q, q_stride, fresh, place, item)
+            sync_warp()
         copy_commit()
         copied()
         sync_threads()
