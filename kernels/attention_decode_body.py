@@ -27,6 +27,7 @@ from atlas_kernels.attention_decode_parts import (
     store_rows,
 )
 from atlas_kernels.attention_fresh import FreshRows
+from atlas_kernels.attention_held import NOT_HELD, held_blocks
 from atlas_kernels.attention_plan import SPLIT
 from atlas_kernels.kv_store import BLOCK_LEN
 from atlas_kernels.ptx_async import (
@@ -99,10 +100,13 @@ def attention_body(
     tiles: int,
     rows_apart: FreshRows,
     last_key: Any = own_position,
+    *,
+    held: int = 0,
 ) -> Any:
     """A device function of the kernel's arguments, and of a tuple that ``rows_apart`` takes.
 
-    ``last_key``: (positions, sequence, row) → the last key that a row sees.
+    - ``last_key``: (positions, sequence, row) → the last key that a row sees;
+    - ``held``: how many of the two blocks after those in a warp's buffers wait in registers.
 
     It waits for the kernels before. What the host copied for the step (``tables``, ``cu_rows``,
     ``positions``) is read before that; so are the pools where the step's own keys and values are
@@ -132,6 +136,8 @@ def attention_body(
     combine = combine_splits(dim)
     first_fresh, ask, bring = rows_apart.first, rows_apart.ask, rows_apart.bring
     store_fresh, patch = rows_apart.store, rows_apart.patch
+    hold_third, put_third = held_blocks(dim) if held > 0 else NOT_HELD
+    hold_fourth, put_fourth = held_blocks(dim) if held > 1 else NOT_HELD
 
     @device
     def copy_block(target, source, seen):
@@ -176,18 +182,18 @@ def attention_body(
         # Without a window, the first split's entries: asked for before the row's place is known.
         likely = i32(block_y() * (SPLIT // 16) + (lane_id() & (SPLIT // 16 - 1)))
         entry = load_b32(table + i64(min(likely, i32(table_stride - 1))) * 4)
-        first_row = load_b32(cu_rows + sequence * 4)
-        count = (load_b32(cu_rows + sequence * 4 + 4) - first_row) * group - begin
+        first_row = load_b32(cu_rows + i64(sequence) * 4)
+        count = (load_b32(cu_rows + i64(sequence) * 4 + 4) - first_row) * group - begin
         count = i32(min(count, rows))
         earliest = latest = i32(0)
         if count > 0:
             final = quotient(begin + count - 1, group)
-            earliest = last_key(positions, sequence, first_row + quotient(begin, group))
-            latest = last_key(positions, sequence, first_row + final)
-        start = max(0, earliest - window + 1) if window > 0 else 0
-        first_split = start // SPLIT
-        num_splits = latest // SPLIT - first_split + 1 if count > 0 else 0
-        workers = min(num_blocks_y(), num_splits)
+            earliest = i32(last_key(positions, sequence, first_row + quotient(begin, group)))
+            latest = i32(last_key(positions, sequence, first_row + final))
+        start = i32(max(0, earliest - window + 1)) if window > 0 else i32(0)
+        first_split = quotient(start, SPLIT)
+        num_splits = i32(quotient(latest, SPLIT) - first_split + 1) if count > 0 else i32(0)
+        workers = i32(min(num_blocks_y(), num_splits))
         if block_y() >= workers:
             if block_x() + block_y() == 0:
                 wait_prerequisites()  # one thread block must: the kernels after rely on it
@@ -208,41 +214,47 @@ def attention_body(
 
         factor = f32(LOG2_E) if softcap > f32(0) else scale * f32(LOG2_E)
         inner = scale * fast_reciprocal(softcap) if softcap > f32(0) else f32(0)
-        buffers = base + warp * warp_bytes
-        q_row = base + q_at + (lane & 15) * pitch + (lane >> 4) * 16
-        k_row = (lane & 7) * pitch + (lane >> 4) * (8 * pitch) + (lane & 8) * 2
-        v_row = (lane & 15) * pitch + (lane >> 4) * 16
+        buffers = i32(base + warp * warp_bytes)
+        q_row = i32(base + q_at + (lane & 15) * pitch + (lane >> 4) * 16)
+        k_row = i32((lane & 7) * pitch + (lane >> 4) * (8 * pitch) + (lane & 8) * 2)
+        v_row = i32((lane & 15) * pitch + (lane >> 4) * 16)
         head_bytes = BLOCK_LEN * dim * 2
         place = i64(sequence) * room * kv_heads + head
         place = place * (max_rows * group) + begin
         step = i64(kv_heads) * max_rows * group  # from a split's partial results to the next one's
-        split = first_split + block_y()
-        while split < first_split + num_splits:
-            low = max(split * (SPLIT // 16), start >> 4)
-            high = min((split + 1) * (SPLIT // 16) - 1, latest >> 4)
+        pools = k_pool, v_pool
+        split = i32(first_split + block_y())
+        while split < i32(first_split + num_splits):
+            low = i32(max(split * (SPLIT // 16), start >> 4))
+            high = i32(min((split + 1) * (SPLIT // 16) - 1, latest >> 4))
             if split != block_y():
                 place_of = min(split * (SPLIT // 16) + (lane & (SPLIT // 16 - 1)), high)
                 entry = load_b32(table + i64(place_of) * 4)
-            first_block = low + ((warp - low) & (WARPS - 1))
+            first_block = i32(low + ((warp - low) & (WARPS - 1)))
             for stage in range(depth):
-                ahead = first_block + stage * WARPS
+                ahead = i32(first_block + stage * WARPS)
                 if ahead <= high:
                     number = shuffle_b32(entry, ahead & (SPLIT // 16 - 1))
                     source = (i64(number) * kv_heads + head) * head_bytes
                     target = buffers + stage * (2 * block_bytes)
-                    copy_block(target, k_pool + source, known - ahead * 16)
+                    seen = i32(known - ahead * 16)
+                    copy_block(target, k_pool + source, seen)
                     copy_commit()
-                    copy_block(target + block_bytes, v_pool + source, known - ahead * 16)
+                    copy_block(target + block_bytes, v_pool + source, seen)
                     copy_commit()
                 else:
                     copy_commit()
                     copy_commit()
+            third, fourth = i32(first_block + depth * WARPS), i32(first_block + (depth + 1) * WARPS)
+            thirds = hold_third(pools, entry, third, high, head, kv_heads, known)
+            fourths = hold_fourth(pools, entry, fourth, high, head, kv_heads, known)
             is_first = split == first_split + block_y()
             # Few thread blocks, one after the other the step's path, find none of this code in
             # their SM's instruction cache. So while they wait anyway, they go through it once,
             # with what their buffers hold, and drop the result.
             rehearse = is_apart and is_first and num_blocks_x() <= FEW_BLOCKS
-            for attempt in range(0 if rehearse else 1, 2):
+            attempt = i32(0) if rehearse else i32(1)
+            while attempt < 2:
                 if is_first:
                     if is_apart and attempt == 1:
                         wait_prerequisites()
@@ -250,14 +262,14 @@ def attention_body(
                 first = load_rows(base + row_limits + (lane >> 2) * 8)
                 last = load_rows(base + row_limits + (lane >> 2) * 8 + 4)
                 values, maxima, totals = no_values(), no_maxima(), no_sums()
-                stage, block = 0, first_block
-                end = high if attempt == 1 else min(high, first_block)
+                slot, block = i32(0), first_block
+                end = high if attempt == 1 else i32(min(high, first_block))
                 while block <= end:
-                    at = buffers + stage * (2 * block_bytes)
-                    ahead = block + depth * WARPS
+                    at = i32(buffers + slot * (2 * block_bytes))
+                    ahead = i32(block + depth * WARPS)
                     number = shuffle_b32(entry, ahead & (SPLIT // 16 - 1))
                     source = (i64(number) * kv_heads + head) * head_bytes
-                    seen = known - ahead * 16
+                    seen = i32(known - ahead * 16)
                     goes_on = attempt == 1 and ahead <= high
                     copied()
                     sync_warp()
@@ -265,7 +277,12 @@ def attention_body(
                     scores = scores_of(q_row, at + k_row)
                     sync_warp()
                     if goes_on:
-                        copy_block(at, k_pool + source, seen)
+                        if held > 0 and ahead == third:
+                            put_third(at, thirds[0])
+                        elif held > 1 and ahead == fourth:
+                            put_fourth(at, fourths[0])
+                        else:
+                            copy_block(at, k_pool + source, seen)
                     copy_commit()
                     if softcap > f32(0):
                         scores = cap(scores, inner, softcap)
@@ -282,12 +299,18 @@ def attention_body(
                     values = values_of(values, weights, at + block_bytes + v_row)
                     sync_warp()
                     if goes_on:
-                        copy_block(at + block_bytes, v_pool + source, seen)
+                        if held > 0 and ahead == third:
+                            put_third(at + block_bytes, thirds[1])
+                        elif held > 1 and ahead == fourth:
+                            put_fourth(at + block_bytes, fourths[1])
+                        else:
+                            copy_block(at + block_bytes, v_pool + source, seen)
                     copy_commit()
-                    block += WARPS
-                    stage = 0 if stage == depth - 1 else stage + 1
-            if warp == (latest // BLOCK_LEN + 1) & (WARPS - 1):  # the next block's: it is ahead
-                store_fresh(base, fresh, kv_heads, fresh_at, split, (k_pool, v_pool))
+                    block = i32(block + WARPS)
+                    slot = i32(0) if slot == depth - 1 else i32(slot + 1)
+                attempt = i32(attempt + 1)
+            if warp == i32((latest >> 4) + 1) & (WARPS - 1):  # the next block's: it is ahead
+                store_fresh(base, fresh, kv_heads, fresh_at, split, pools)
             totals = sum_lanes(totals)
             sync_threads()  # the buffers are free
             at = base + (warp * rows + (lane >> 2)) * part_pitch + (lane & 3) * 8
@@ -297,7 +320,7 @@ def attention_body(
                 put_rows(at, scale_maxima(maxima, factor))
                 put_rows(at + 4, totals)
             sync_threads()
-            done = split - first_split
+            done = i32(split - first_split)
             item, end = thread_x(), i32(count * vectors)
             while item < end:
                 row = quotient(item, vectors)
@@ -323,7 +346,7 @@ def attention_body(
                         store_f32x2(sums + at * 8, (maximum, total))
                 item = i32(item + num_threads_x())
             sync_threads()
-            split += workers
+            split = i32(split + workers)
 
         if workers > 1:
             fence_device()

@@ -26,7 +26,7 @@ from atlas_kernels.attention_decode_layout import (
 )
 from atlas_kernels.attention_decode_layout import shared_bytes as decode_bytes
 from atlas_kernels.attention_fresh import FreshRows, queries_copy
-from atlas_kernels.attention_plan import SPLIT, fresh_rows
+from atlas_kernels.attention_plan import HELD, HELD_DIMS, SPLIT, fresh_rows
 from atlas_kernels.attention_turn import DIM, turned_rows
 from atlas_kernels.kv_store import BLOCK_LEN, pool_offset
 from atlas_kernels.ptx_async import (
@@ -74,7 +74,7 @@ def _sink_at(dim: int, tiles: int) -> int:
     return _values_at(dim, tiles) + fresh_rows(dim, 16 * tiles) * 2 * dim
 
 
-def shared_bytes(dim: int, tiles: int) -> int:
+def shared_bytes(dim: int, tiles: int, held: int = 0) -> int:
     """Dynamic shared memory: that of ``attention_decode``, and the new keys and values."""
     return _sink_at(dim, tiles) + (0 if dim == DIM else _SINK_BYTES)
 
@@ -209,16 +209,30 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
     return FreshRows(True, first, ask, bring, store, patch)
 
 
+_ARGS = (
+    "ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr"
+    " i32 i32 i32 i32 i32 i32 i32 i64 i64 i64 i64 f32 f32 f32"
+)
+
+
 @kernel(
     "attention_step",
-    args="ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr"
-    " i32 i32 i32 i32 i32 i32 i32 i64 i64 i64 i64 f32 f32 f32",
+    args=_ARGS,
     threads=THREADS,
     min_blocks=resident_blocks,
     shared=shared_bytes,
     variants=VARIANTS,
 )
-def make_attention_step(dim: int, tiles: int) -> Any:
+@kernel(
+    "attention_step",
+    args=_ARGS,
+    threads=THREADS,
+    min_blocks=resident_blocks,
+    shared=shared_bytes,
+    arch="sm_90a",
+    variants={f"d{dim}_r16_held": (dim, 1, HELD) for dim in HELD_DIMS},
+)
+def make_attention_step(dim: int, tiles: int, held: int = 0) -> Any:
     """q, out [T, H, K], k and v [T, HK, K] and the pools [B, HK, 16, K], all bf16.
 
     Grid and arguments as in ``attention_decode``, and
@@ -227,8 +241,11 @@ def make_attention_step(dim: int, tiles: int) -> Any:
     - ``table`` float32 [P, 2, half]: cosines, then sines, of the first 2 · ``half`` dimensions;
     - ``slots`` int32 [T]: where keys and values go; a negative one is not written;
     - ``max_rows``: at most ``fresh_rows`` of the variant. q, k and v are left as they were.
+
+    ``_held`` is for few thread blocks, of which an SM holds two: at the start of a split a warp
+    asks for ``HELD`` blocks of keys and values more, into registers. Same bits.
     """
-    attend = attention_body(dim, tiles, _fresh(dim, tiles))
+    attend = attention_body(dim, tiles, _fresh(dim, tiles), held=held)
 
     def attention_step(
         q, k, v, q_weight, k_weight, table, slots, k_pool, v_pool, out, tables, cu_rows, positions,

@@ -87,37 +87,41 @@ def turned_rows(keys_at: int, values_at: int) -> tuple[Any, Any]:
     pitch, q_at, copied = key_pitch(DIM), queries_at(DIM), copy_wait(0)
 
     @device
-    def item_of(base, q, q_stride, fresh, place, item):
-        """(source, shared address, angles, address of the values or 0) of a head."""
+    def item_of(q, q_stride, fresh, place, item):
+        """(source, angles) of a head."""
         first_row, position, begin, count, group, head, _ = place
-        half, value = fresh[6], i64(0)
+        half = fresh[6]
         if item < count:
             index = i32(begin + item)
             token = quotient(index, group)
             column = i32(head * group + index - token * group)
             source = q + i64(first_row + token) * q_stride + i64(column) * (2 * DIM)
-            at = i32(base + q_at + item * pitch)
         else:
             token = i32(item - count)
             source = fresh[0] + i64(first_row + token) * fresh[7] + i64(head) * (2 * DIM)
-            value = fresh[1] + i64(first_row + token) * fresh[8] + i64(head) * (2 * DIM)
-            at = i32(base + keys_at + token * pitch)
         angles, cos, sin = fresh[4] + i64(position + token) * half * 8, _zero(), _zero()
         if 2 * lane_id() < half:
             cos = _load_pair(angles + lane_id() * 8)
             sin = _load_pair(angles + lane_id() * 8 + i64(half) * 4)
-        return source, at, (cos, sin), value
+        return source, (cos, sin)
+
+    @device
+    def target_of(base, item, count):
+        """Where a head goes in shared memory."""
+        if item < count:
+            return i32(base + q_at + item * pitch)
+        return i32(base + keys_at + (item - count) * pitch)
 
     @device
     def weights_of(norm):
         return _load_pair(norm + lane_id() * 8), _load_pair(norm + lane_id() * 8 + 2 * DIM)
 
     @device
-    def both_items(base, q, q_stride, fresh, place, item):
+    def both_items(q, q_stride, fresh, place, item):
         """A warp's next two heads; the last stands in for one that is not there."""
         last = i32(place[3] + place[6] - 1)
-        first = item_of(base, q, q_stride, fresh, place, i32(min(item, last)))
-        other = item_of(base, q, q_stride, fresh, place, i32(min(item + WARPS, last)))
+        first = item_of(q, q_stride, fresh, place, i32(min(item, last)))
+        other = item_of(q, q_stride, fresh, place, i32(min(item + WARPS, last)))
         return first, other
 
     @device
@@ -126,7 +130,7 @@ def turned_rows(keys_at: int, values_at: int) -> tuple[Any, Any]:
         if fresh[2] != 0:
             q_weights, k_weights = weights_of(fresh[2]), weights_of(fresh[3])
         return (
-            both_items(base, q, q_stride, fresh, place, i32(thread_x() >> 5)),
+            both_items(q, q_stride, fresh, place, i32(thread_x() >> 5)),
             q_weights,
             k_weights,
         )
@@ -139,8 +143,10 @@ def turned_rows(keys_at: int, values_at: int) -> tuple[Any, Any]:
         )
 
     @device
-    def copy_values(base, source, row):
-        if source != 0 and lane_id() < DIM // 8:
+    def copy_values(base, fresh, place, item):
+        row = i32(item - place[3])
+        if row >= 0 and row < place[6] and lane_id() < DIM // 8:
+            source = fresh[1] + i64(place[0] + row) * fresh[8] + i64(place[5]) * (2 * DIM)
             at = i32(base + values_at + row * (2 * DIM) + lane_id() * 16)
             copy16_or_zero(at, source + lane_id() * 16, i32(16))
 
@@ -154,9 +160,8 @@ def turned_rows(keys_at: int, values_at: int) -> tuple[Any, Any]:
             first = second = _zero(), _zero()
             if is_real:
                 first, second = head_at(one[0]), head_at(other[0])
-                copy_values(base, one[3], i32(item - count))
-                if item + WARPS < end:
-                    copy_values(base, other[3], i32(item + WARPS - count))
+                copy_values(base, fresh, place, item)
+                copy_values(base, fresh, place, i32(item + WARPS))
             if fresh[2] != 0:
                 a = _squares(_squares(f32(0), first[0]), first[1])
                 b = _squares(_squares(f32(0), second[0]), second[1])
@@ -166,12 +171,13 @@ def turned_rows(keys_at: int, values_at: int) -> tuple[Any, Any]:
                 weights = q_weights if item + WARPS < count else k_weights
                 second = _normed(second, fast_rsqrt(b / f32(DIM) + fresh[9]), weights)
             partners, more = _partners(first, half), _partners(second, half)
-            _rotate(one[1], first, partners, one[2], half)
+            _rotate(target_of(base, item, count), first, partners, one[1], half)
             if item + WARPS < end:
-                _rotate(other[1], second, more, other[2], half)
+                at = target_of(base, i32(item + WARPS), count)
+                _rotate(at, second, more, other[1], half)
             item = i32(item + 2 * WARPS)
             if item < end:
-                items = both_items(base, q, q_stride, fresh, place, item)
+                items = both_items(q, q_stride, fresh, place, item)
             sync_warp()
         copy_commit()
         copied()
