@@ -44,8 +44,9 @@ def test_a_thread_block_of_attention_fits_beside_one_of_few_rows() -> None:
 
     for name, tile in TILES.items():
         if name.startswith("c") and not name.endswith("_128"):
-            both = tile.shared_bytes + shared_bytes(128, 1) + 2 * 1024
-            assert both <= 228 * 1024, name
+            for tiles in (1, 2) if tile.columns >= 32 else (1,):
+                both = tile.shared_bytes + shared_bytes(128, tiles) + 2 * 1024
+                assert both <= 228 * 1024, name
 
 
 @pytest.mark.parametrize("gated", [False, True])
