@@ -6,7 +6,7 @@ Builds random bf16 weights of Qwen3-8B's shapes on the GPU (15 GB; 36 layers and
 is one CUDA graph of 145 products with dependent launch. Checks against float64, and bit for bit:
 every row alone and among 2 … 128, shuffled, in every tile. Then the ``mma.sync`` kernel. Exits with
 1 if a check failed. Needs torch, for data and for cuBLAS. ``gpu_gemm_quant`` is the same over
-quantised weights.
+quantised weights, ``gpu_gemm_norm`` with norms before the products.
 """
 
 from __future__ import annotations

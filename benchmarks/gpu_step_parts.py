@@ -25,15 +25,29 @@ from atlas import Engine, SamplingParams  # noqa: E402
 from atlas.backends.cuda.graph import CapturedGraph  # noqa: E402
 from atlas.backends.cuda.launch import KernelLaunch, Recording  # noqa: E402
 from atlas.layers.step import StepShape  # noqa: E402
+from atlas.ops.select import taken_apart  # noqa: E402
 from benchmarks.gpu_models import ceilings, open_engine  # noqa: E402
 from benchmarks.random_checkpoint import SHAPES, RandomCheckpoint  # noqa: E402
+
+KINDS = (
+    "attention",
+    "rmsnorm",
+    "gemm_finish",
+    "gemm_step_norm",  # products that normalise their rows
+    "gemm",
+    "moe",
+    "argmax",
+    "embedding",
+)
+"""Words in kernels' names, the longer before those that they hold."""
+PRODUCTS = ("gemm", "gemm_step_norm", "cublas", "gemm_finish", "moe")
 
 
 def kind_of(launch: Any) -> str:
     """``norm``, ``attention``, ``gemm``, … of a launch."""
     if not isinstance(launch, KernelLaunch):
         return "cublas"
-    for word in ("attention", "rmsnorm", "gemm_finish", "gemm", "moe", "argmax", "embedding"):
+    for word in KINDS:
         if word in launch.kernel:
             return word
     return launch.kernel
@@ -85,18 +99,33 @@ def take_apart(engine: Engine, shape: StepShape, title: str, count: int) -> None
 
     total = kept(lambda kind: True)
     print(f"  whole step            {total:9.1f} us")
+    if "gemm_step_norm" in kinds:
+        apart = microseconds(runtime, with_norms_apart(core, runtime.padded(shape)), count)
+        print(f"  with norms apart      {apart:9.1f} us")
     for name in sorted(set(kinds)):
         rest = kept(lambda kind, name=name: kind != name)  # type: ignore[misc]
         alone = kept(lambda kind, name=name: kind == name)  # type: ignore[misc]
-        count = kinds.count(name)
+        number, costs = kinds.count(name), total - rest
         print(
-            f"  {name:12s} {count:4d}  costs {total - rest:8.1f} us ({(total - rest) / count:6.2f} "
-            f"each), alone {alone:8.1f} ({alone / count:6.2f} each)"
+            f"  {name:14s} {number:4d}  costs {costs:8.1f} us ({costs / number:6.2f} each), "
+            f"alone {alone:8.1f} ({alone / number:6.2f} each)"
         )
-    for others in ((), ("norm",), ("attention",), ("norm", "attention")):
-        kept_kinds = ("gemm", "cublas", "gemm_finish", "moe", *others)
+    for others in ((), ("rmsnorm",), ("attention",), ("rmsnorm", "attention")):
+        kept_kinds = (*PRODUCTS, *others)
         time = kept(lambda kind, wanted=kept_kinds: kind in wanted)  # type: ignore[misc]
         print(f"  {' + '.join(('products', *others)):30s} {time:9.1f} us", flush=True)
+
+
+def with_norms_apart(core: Any, shape: StepShape) -> Recording:
+    """The same step with a kernel for every norm, as steps of more rows have."""
+    functions = core.runtime.functions
+    whole = dict(functions)
+    functions |= taken_apart(whole, ("rmsnorm",))
+    try:
+        recording: Recording = core.runtime._record(core.network, core.buffers, shape)
+    finally:
+        functions |= whole
+    return recording
 
 
 def main() -> None:

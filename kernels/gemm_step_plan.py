@@ -62,9 +62,14 @@ class StepTile:
         return self.consumers + 32
 
     @property
+    def row_bytes(self) -> int:
+        """Shared memory of a stage's activations."""
+        return self.rows * self.k_block * 2
+
+    @property
     def stage_bytes(self) -> int:
         """Shared memory of a stage: weights, then activations."""
-        return (self.columns + self.rows) * self.k_block * 2
+        return self.columns * self.k_block * 2 + self.row_bytes
 
     @property
     def rows_offset(self) -> int:
@@ -88,7 +93,7 @@ class StepTile:
         ``wgmma`` reads 64 rows of W where a box may have fewer. What lies behind makes sums that
         nobody looks at; behind the last stage, too, it must be there.
         """
-        behind = (self.consumers // 2 - self.columns) * 128 - self.rows * self.k_block * 2
+        behind = (self.consumers // 2 - self.columns) * 128 - self.row_bytes
         return max(self.barrier_offset + 16 * self.stages, self.stages * self.stage_bytes + behind)
 
     def grid(self, n: int) -> int:
@@ -164,7 +169,7 @@ COLUMNS = (16, 32, 48, 64, 96, 128)
 """Columns of the tiles ``c16`` … ``c128``, one thread block an SM: a matrix gets the first with
 which its tiles fit the SMs of an H200. What has more rows than that, and is not gated, is ``wide``.
 """
-_BESIDE_ATTENTION = 150 << 10
+BESIDE_ATTENTION = 150 << 10
 """Shared memory of a thread block that finds room beside one of decode attention: an SM has 228 KB,
 each thread block takes 1 KB more than it asks for, and ``attention_step`` asks for 75."""
 _ALONE = 200 << 10
@@ -183,8 +188,8 @@ def _column_tile(columns: int, rows: int) -> StepTile:
     """A tile of ``c<columns>``. 128 rows are bound by what an SM takes in, the least for tiles as
     wide as they are high."""
     if rows < 128:
-        tile = StepTile(rows, columns, *_stages(columns, rows, _BESIDE_ATTENTION))
-        while tile.shared_bytes > _BESIDE_ATTENTION:  # with what lies behind the last stage
+        tile = StepTile(rows, columns, *_stages(columns, rows, BESIDE_ATTENTION))
+        while tile.shared_bytes > BESIDE_ATTENTION:  # with what lies behind the last stage
             tile = replace(tile, stages=tile.stages - 1)
         return tile
     if columns <= 64:

@@ -36,7 +36,7 @@ wgmma_wait0 = _warp_group("wgmma.wait_group.sync.aligned 0;")
 wgmma_wait1 = _warp_group("wgmma.wait_group.sync.aligned 1;")
 """Waits until at most 0 or 1 groups are in flight."""
 
-_SWIZZLES = {128: 1, 64: 2}
+_SWIZZLES = {0: 0, 64: 2, 128: 1}
 
 
 def descriptor(stride_bytes: int, leading_bytes: int = 16, *, swizzle: int = 128) -> int:
@@ -47,9 +47,11 @@ def descriptor(stride_bytes: int, leading_bytes: int = 16, *, swizzle: int = 128
     stride_bytes : int
         From one group of 8 rows to the next: 8 · ``swizzle`` when rows lie one after another.
     leading_bytes : int
-        K-major tiles ignore it. MN-major ones (V): from one row's width of columns to the next.
-    swizzle : 128 or 64
-        Bytes of a row, and the swizzle that TMA wrote them with.
+        Swizzled K-major tiles ignore it. MN-major ones (V): from one row's width of columns to the
+        next. Without a swizzle: from 8 rows of 8 elements to the same rows of the next 8 elements.
+    swizzle : 128, 64 or 0
+        Bytes of a row, and the swizzle that TMA wrote them with; 0: 8 rows of 8 elements, K-major,
+        lie one after another, 16 bytes each.
 
     Notes
     -----

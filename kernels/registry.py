@@ -31,6 +31,7 @@ MODULES = (
     "gated_delta_prefill",
     "gated_delta_step",
     "gated_norm",
+    "gemm_norm",
     "gemm_step",
     "gemm_step_mma",
     "gemm_step_quant",

@@ -31,6 +31,8 @@ _FLOAT32 = {
     "linear_add": {"bias"},
     "linear_relu": {"bias"},
     "linear_gated": {"bias"},
+    "rmsnorm_linear": {"norm", "bias"},
+    "rmsnorm_linear_gated": {"norm", "bias"},
     "prepare_heads": {"q_norm", "k_norm", "rope_table"},
     "attention_step": {"q_norm", "k_norm", "rope_table"},
     "moe_route": {"scores", "weights", "bias"},
@@ -57,6 +59,8 @@ _OLDER = {
     "cross_attention": {"source_tables", "cu_rows", "source_lens", "k_pool", "v_pool"},
     "layernorm": {"weight", "bias"},
     "moe_router": {"norm", "slots"},
+    "rmsnorm_linear": {"norm"},
+    "rmsnorm_linear_gated": {"norm"},
 }  # fmt: skip
 """Arguments that are older than the kernels right before an op's."""
 

@@ -173,15 +173,18 @@ def _multiply(
 def _matrix(descriptor: int, rows: int, shared: Array, *, transposed: bool) -> Array:
     """[rows, 16] bf16 of shared memory as a descriptor tells; ``transposed``: MN-major."""
     start, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
-    width = {1: 128, 2: 64, 3: 32}[descriptor >> 62]
+    width = {0: 0, 1: 128, 2: 64, 3: 32}[descriptor >> 62 & 3]
     assert descriptor >> 49 & 7 == 0, "a tile that begins inside a swizzle's pattern"
     n, k = np.arange(rows)[:, None], np.arange(16)
-    if transposed:
+    if width == 0:
+        assert not transposed, "not needed so far"
+        at = start + n // 8 * stride + n % 8 * 16 + k // 8 * leading + k % 8 * 2
+    elif transposed:
         inner = width // 2
         at = start + n // inner * leading + n % inner * 2 + k // 8 * stride + k % 8 * width
     else:
         at = start + n // 8 * stride + n % 8 * width + 2 * k
-    at = swizzled(at, width)
+    at = swizzled(at, width) if width else at
     bits = shared[at].astype(np.uint32) | shared[at + 1].astype(np.uint32) << np.uint32(8)
     return (bits << np.uint32(16)).view(np.float32).astype(np.float64)
 

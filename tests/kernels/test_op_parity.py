@@ -28,6 +28,8 @@ ROUNDED_INSIDE = {
     "prepare_heads": 4e-3,
     "linear_add": 4e-3,
     "linear_gated": 1e-2,
+    "rmsnorm_linear": 1e-2,
+    "rmsnorm_linear_gated": 2e-2,
     "moe_experts": 2e-2,
     "moe_router": 1e-2,
     "gated_delta_prefill": 2e-2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from atlas.errors import CapabilityError, InvalidArgumentError
 from atlas.model.circuit import ForwardSelection, ModelCircuit
 from atlas.model.load import LoadedModel
 from atlas.ops import OPS
+from atlas.ops.select import implementations
 from tests.helpers.random_model import random_model
 
 
@@ -91,6 +93,25 @@ def test_an_op_of_one_s_own_runs_where_another_stands_for_it(name: str, times: i
         circuit_of(loaded).set_forward(ForwardSelection(ops={name: counted}))
         np.testing.assert_array_equal(logits_of(loaded), before)
     assert len(calls) == 2 * times  # two kinds of step were recorded
+
+
+@pytest.mark.contract("circuit.set_forward")
+@pytest.mark.parametrize("name", ["rmsnorm", "linear", "linear_gated", "rmsnorm_linear"])
+def test_a_fused_op_makes_way_for_a_replaced_part(loaded: LoadedModel, name: str) -> None:
+    before, own, calls = logits_of(loaded), implementations("cpu")[name], 0
+
+    @wraps(own)
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal calls
+        calls += 1
+        own(*args, **kwargs)
+
+    circuit_of(loaded).set_forward(ForwardSelection(ops={name: counted}))
+    np.testing.assert_array_equal(logits_of(loaded), before)
+    num_layers = loaded.core.config.num_layers
+    assert calls >= 2 * num_layers  # once for each of two shapes
+    circuit_of(loaded).set_forward(ForwardSelection())
+    np.testing.assert_array_equal(logits_of(loaded), before)
 
 
 @pytest.mark.contract("circuit.set_forward")

@@ -309,6 +309,36 @@ def linear_gated() -> Iterator[Case]:
         )
 
 
+def rmsnorm_linear() -> Iterator[Case]:
+    for n, (format, rows) in enumerate([("f32", 3), ("q4_1", 1), ("bf16", 1), ("bf16", 5)]):
+        rng, out = _rng(44, n), _nan(rows, 40)
+        bias = None if n == 1 else _normal(rng, 40)
+        norm = (_strided(rng, rows, 64), _normal(rng, 64), 1e-5)
+        yield Case(
+            f"{format}-T{rows}",
+            (*norm, random_matrix(rng, format, 40, 64), bias),
+            {"normed": _nan(rows, 64), "out": out},
+            {"out": out},
+            1e-5,
+        )
+
+
+def rmsnorm_linear_gated() -> Iterator[Case]:
+    for n, (format, rows, activation) in enumerate(
+        [("f32", 4, "silu"), ("q8_0", 2, "gelu_tanh"), ("bf16", 1, "silu")]
+    ):
+        rng, out = _rng(45, n), _nan(rows, 20)
+        bias = None if n == 1 else _normal(rng, 40)
+        norm = (_strided(rng, rows, 64), _normal(rng, 64), 1e-5)
+        yield Case(
+            f"{format}-{activation}-T{rows}",
+            (*norm, random_matrix(rng, format, 40, 64), bias, activation),
+            {"normed": _nan(rows, 64), "gate_up": _nan(rows, 40), "out": out},
+            {"out": out},
+            1e-5,
+        )
+
+
 def rope() -> Iterator[Case]:
     for n, (heads, dim, half) in enumerate([(1, 64, 32), (3, 80, 40), (2, 96, 24), (4, 6, 3)]):
         rng = _rng(10, n)

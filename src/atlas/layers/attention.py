@@ -38,8 +38,7 @@ class Attention:
 
     def forward(self, ops: Any, step: StepBuffers) -> None:
         """Add the block's output to ``step.hidden`` and store the rows' K and V."""
-        ops.rmsnorm(step.hidden, self.norm, self.norm_eps, out=step.normed)
-        self.qkv.forward(ops, step.normed, step.qkv)
+        self.qkv.forward_normed(ops, step.hidden, self.norm, self.norm_eps, step.normed, step.qkv)
         q, k, v = self._heads(step.qkv)
         attended = step.attended.reshape(len(q), self.num_heads, self.head_dim)
         if step.step_rows:

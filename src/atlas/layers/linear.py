@@ -33,6 +33,20 @@ class Projection:
             ops.linear(x, matrix, bias, out=out[:, start:stop])
             start = stop
 
+    def forward_normed(
+        self, ops: Any, x: Array, norm: Array, eps: float, normed: Array, out: Array
+    ) -> None:
+        """Write rmsnorm(x [T, K]) · Wᵀ + bias to ``out`` [T, N], where nobody else reads the norm.
+
+        ``normed`` [T, K] is scratch.
+        """
+        if len(self.matrices) == 1:
+            (matrix,), bias = self.matrices, self.bias
+            ops.rmsnorm_linear(x, norm, eps, matrix, bias, normed=normed, out=out[:, : matrix.rows])
+        else:
+            ops.rmsnorm(x, norm, eps, out=normed)
+            self.forward(ops, normed, out)
+
     def forward_relu(self, ops: Any, x: Array, out: Array) -> None:
         """Write max(x · Wᵀ + bias, 0) to ``out`` [T, N]."""
         start = 0

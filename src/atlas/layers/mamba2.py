@@ -46,9 +46,8 @@ class Mamba2:
 
     def project(self, ops: Any, step: StepBuffers) -> None:
         """Inputs of the recurrence, from ``step.hidden``."""
-        ops.rmsnorm(step.hidden, self.norm, self.norm_eps, out=step.normed)
         mixed = step.mixed[:, : self.sizes.input_size]
-        self.inputs.forward(ops, step.normed, mixed)
+        self.inputs.forward_normed(ops, step.hidden, self.norm, self.norm_eps, step.normed, mixed)
         if len(step.kept_rows):
             ops.scatter_rows(mixed[: step.step_rows], step.kept_rows, out=self.kept_inputs)
 

@@ -56,11 +56,29 @@ class Mlp:
 
     def forward(self, ops: Any, step: StepBuffers) -> None:
         """Add the block's output to ``step.hidden``."""
-        ops.rmsnorm(step.hidden, self.norm, self.norm_eps, out=step.normed)
-        activated = inner_rows(ops, self.activation, self.gate_up, step.normed, step)
+        activated = self._inner_rows(ops, step)
         if self.post_norm is None:
             self.down.add_to(ops, activated, step.hidden)
             return
         self.down.forward(ops, activated, step.projected)
         ops.rmsnorm(step.projected, self.post_norm, self.norm_eps, out=step.projected)
         ops.add(step.hidden, step.projected, out=step.hidden)
+
+    def _inner_rows(self, ops: Any, step: StepBuffers) -> Array:
+        """``inner_rows`` of the normalised residual stream, with the norm in the product's op."""
+        of_norm, rows = (step.hidden, self.norm, self.norm_eps), self.gate_up.rows
+        if self.activation == "relu_squared" or len(self.gate_up.matrices) > 1:
+            ops.rmsnorm(*of_norm, out=step.normed)
+            return inner_rows(ops, self.activation, self.gate_up, step.normed, step)
+        (matrix,), bias = self.gate_up.matrices, self.gate_up.bias
+        gate_up, out = step.gate_up[:, :rows], step.activated[:, : rows // 2]
+        ops.rmsnorm_linear_gated(
+            *of_norm,
+            matrix,
+            bias,
+            self.activation,
+            normed=step.normed,
+            gate_up=gate_up,
+            out=out,
+        )
+        return out

@@ -14,6 +14,7 @@ from atlas.ops import (
     mamba2,
     moe,
     norm,
+    norm_linear,
     rope,
 )
 from atlas.ops.spec import OPS
@@ -33,5 +34,6 @@ __all__ = [
     "mamba2",
     "moe",
     "norm",
+    "norm_linear",
     "rope",
 ]

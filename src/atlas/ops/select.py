@@ -12,8 +12,15 @@ from typing import Any
 from atlas.errors import CapabilityError
 from atlas.ops import OPS
 from atlas.ops.moe import router_in_parts
+from atlas.ops.norm_linear import PRODUCTS, norm_then
 
-_PARTS = {"moe_router": (router_in_parts, ("rmsnorm", "linear", "moe_route"))}
+_PARTS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "moe_router": (router_in_parts, ("rmsnorm", "linear", "moe_route")),
+    **{
+        fused: (partial(norm_then, product), ("rmsnorm", product))
+        for fused, product in PRODUCTS.items()
+    },
+}
 """Ops that stand for others: how they call those, and which."""
 
 

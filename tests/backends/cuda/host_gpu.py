@@ -22,6 +22,7 @@ from atlas.backends.cuda.pack import DeviceMatrix
 from atlas.errors import AtlasError
 from atlas.ops import OPS
 from atlas.ops.blocks import HostMatrix, dequantize
+from atlas.ops.norm_linear import PRODUCTS
 from atlas.sampling_table import choose_tokens, score_tokens
 from tests.kernels.cells import unit_weights
 from tests.kernels.launches import decode, encode
@@ -352,6 +353,12 @@ def _run(name: str, definition: Callable[..., Any], given: dict[str, Any]) -> No
         for part in ("prepare_heads", "attention_prefill"):
             parameters = inspect.signature(OPS[part]).parameters
             _run(part, OPS[part], {key: given[key] for key in parameters})
+        return
+    if name in PRODUCTS:  # the norm is rounded before it is read
+        given = dict(given)
+        x, norm, eps, normed = (given.pop(key) for key in ("x", "norm", "eps", "normed"))
+        _run("rmsnorm", OPS["rmsnorm"], {"x": x, "weight": norm, "eps": eps, "out": normed})
+        _run(PRODUCTS[name], OPS[PRODUCTS[name]], {"x": normed, **given})
         return
     held = {key: _Held(key, value) for key, value in given.items()}
     values = {key: item.value for key, item in held.items()}

@@ -44,6 +44,10 @@ class Epilogue:
     gate: str | None = None
     relu: bool = False
 
+    def __post_init__(self) -> None:
+        if self.gate is not None and self.gate not in _GATES:
+            raise ShapeError(f"activation {self.gate!r}; allowed: {', '.join(_GATES)}")
+
 
 def linear(
     queue: Queue,
@@ -53,7 +57,7 @@ def linear(
     *,
     out: DeviceArray,
 ) -> None:
-    _check(x, weight, bias, out, weight.rows)
+    check_product(x, weight, bias, out, weight.rows)
     _product(queue, x, weight, Epilogue(bias), out)
 
 
@@ -65,7 +69,7 @@ def linear_add(
     *,
     out: DeviceArray,
 ) -> None:
-    _check(x, weight, bias, out, weight.rows)
+    check_product(x, weight, bias, out, weight.rows)
     match("bfloat16", "T N", out)
     _product(queue, x, weight, Epilogue(bias, residual=out), out)
 
@@ -78,7 +82,7 @@ def linear_relu(
     *,
     out: DeviceArray,
 ) -> None:
-    _check(x, weight, bias, out, weight.rows)
+    check_product(x, weight, bias, out, weight.rows)
     match("bfloat16", "T N", out)
     if len(out) <= STEP_ROWS:
         step_product(queue, x, weight, Epilogue(bias, relu=True), out)
@@ -97,23 +101,22 @@ def linear_gated(
     gate_up: DeviceArray,
     out: DeviceArray,
 ) -> None:
-    columns = weight.rows // 2
-    if activation not in _GATES:
-        raise ShapeError(f"activation {activation!r}; allowed: {', '.join(_GATES)}")
-    _check(x, weight, bias, out, columns)
+    columns, gated = weight.rows // 2, Epilogue(bias, gate=activation)
+    check_product(x, weight, bias, out, columns)
     match("bfloat16", "T F", out, "T F2", gate_up)
     fused = columns % (CELL_ROWS if weight.is_quantized else _QUAD) == 0
     if fused and out.shape[0] <= STEP_ROWS:
-        step_product(queue, x, weight, Epilogue(bias, gate=activation), out)
+        step_product(queue, x, weight, gated, out)
         return
     _product(queue, x, weight, Epilogue(bias), gate_up)
     gate = gates.silu_and_mul if activation == "silu" else gates.gelu_tanh_and_mul
     gate(queue, gate_up, out=out)
 
 
-def _check(
+def check_product(
     x: DeviceArray, weight: DeviceMatrix, bias: DeviceArray | None, out: DeviceArray, columns: int
 ) -> None:
+    """Raise ShapeError where arrays do not fit a product with ``columns`` columns."""
     match_dims(f"T {weight.cols}", x, f"T {columns}", out)
     match("bfloat16", "T K", x)
     if bias is not None:
@@ -157,21 +160,26 @@ def _product(
         step_product(queue, x[part], weight, own, out[part])
 
 
+def store_option(epilogue: Epilogue, out: DeviceArray) -> int:
+    """What the kernels call ``option``."""
+    if epilogue.gate is not None:
+        return _GATES[epilogue.gate]
+    return 2 if epilogue.relu else int(out.dtype == "float32")
+
+
 def step_product(
     queue: Queue, x: DeviceArray, weight: DeviceMatrix, epilogue: Epilogue, out: DeviceArray
 ) -> None:
     """Up to ``STEP_ROWS`` rows by the step GEMM."""
     (m, k), n, gated = x.shape, weight.rows, epilogue.gate is not None
-    residual, is_f32 = epilogue.residual, out.dtype == "float32"
+    residual = epilogue.residual
     shared: Args = (
         0 if epilogue.bias is None else epilogue.bias,
         0 if residual is None else residual,
         out, n, k, m,
     )  # fmt: skip
     strides = (0 if residual is None else residual.strides[0], out.strides[0])
-    option = 2 if epilogue.relu else int(is_f32)
-    if epilogue.gate is not None:
-        option = _GATES[epilogue.gate]
+    option = store_option(epilogue, out)
     if weight.is_quantized:
         _quantised_product(queue, x, weight, shared, (*strides, option), gated=gated)
         return

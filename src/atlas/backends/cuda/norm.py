@@ -10,7 +10,8 @@ from atlas.backends.cuda.launch import Queue
 from atlas.errors import ShapeError
 from atlas.ops.check import match_dims
 
-_WIDTH, _HEAD_WIDTH = 8, 2
+WIDTH, _HEAD_WIDTH = 8, 2
+"""Elements of a row, and of a head, that a thread takes at once."""
 _HEADS_PER_BLOCK = 4
 _WARPS = NORM_THREADS // 32
 
@@ -37,7 +38,7 @@ def gated_rmsnorm(
             f"a divisor, weight of group_size or of the row"
         )
     type = activation_type(gate, out)
-    suffix = row_suffix(group_size, _WIDTH, x, gate, out, weight)
+    suffix = row_suffix(group_size, WIDTH, x, gate, out, weight)
     if group_size in NORM_HEADS and norm_first and sizes["W"] == group_size and not suffix:
         heads = sizes["T"] * groups
         grid = (-(-heads // (NORM_HEADS[group_size] * _WARPS)), 1)
@@ -63,7 +64,7 @@ def layernorm(
     sizes = match_dims("T D", x, "D", weight, "D", bias, "T D", out)
     match("float32", "D", weight, "D", bias)
     dim = sizes["D"]
-    variant = activation_type(x, out) + row_suffix(dim, _WIDTH, x, out, weight, bias)
+    variant = activation_type(x, out) + row_suffix(dim, WIDTH, x, out, weight, bias)
     args: Args = (x, weight, bias, out, dim, x.strides[0], out.strides[0], eps)
     queue.launch(f"layernorm_{variant}", (sizes["T"], 1), args)
 
@@ -76,7 +77,7 @@ def rmsnorm(
     match("float32", "D", weight)
     type, dim = activation_type(x, out), sizes["D"]
     if x.ndim == 2:
-        variant = type + row_suffix(dim, _WIDTH, x, out, weight)
+        variant = type + row_suffix(dim, WIDTH, x, out, weight)
         args: Args = (x, weight, out, dim, x.strides[0], out.strides[0], eps)
         queue.launch(f"rmsnorm_{variant}", (sizes["T"], 1), args)
         return

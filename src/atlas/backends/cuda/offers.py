@@ -1,4 +1,7 @@
-"""Which layers the kernels take: asked before a weight is read."""
+"""Which layers the kernels take, and which ops they take together.
+
+Layers are asked for before a weight is read, ops when a step is recorded.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from atlas_kernels.attention_plan import STEP_DIMS
+from atlas_kernels.gemm_norm_plan import norm_variant
 
 from atlas.backends.cuda.candidates import MAX_CANDIDATES
 from atlas.backends.cuda.check import require
@@ -43,6 +47,14 @@ def joins_shared_expert(config: ModelConfig, formats: Mapping[str, str]) -> bool
     if not moe.shared_gate or moe.latent_size or moe.num_experts % 8:
         return False
     return {format for name, format in formats.items() if ".shared." in name} == {"bf16"}
+
+
+def normed_product(arch: str, format: str, n: int, k: int, rows: int, *, gated: bool) -> str | None:
+    """The tile with which a matrix [n, k] takes the norm of its ``rows`` rows into its product."""
+    if arch != "sm_90a" or format != "bf16" or (gated and n % 8):
+        return None
+    name: str | None = norm_variant(n, k, rows, gated=gated)
+    return name
 
 
 def _require_delta(sizes: GatedDeltaConfig) -> None:

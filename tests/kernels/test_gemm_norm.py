@@ -1,0 +1,242 @@
+"""The step GEMM that normalises its rows: the bits of ``rmsnorm`` and ``gemm_step``, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from atlas_kernels.gemm_norm_plan import (
+    NORM_K,
+    NORM_ROWS,
+    NORM_TILES,
+    NORM_WARPS,
+    ROLE_WARPS,
+    norm_variant,
+)
+from atlas_kernels.gemm_step_plan import NUM_SMS, TILES, variant
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atlas.backends.cuda.linear import linear
+from atlas.backends.cuda.norm import rmsnorm
+from atlas.backends.cuda.norm_linear import rmsnorm_linear, rmsnorm_linear_gated
+from atlas.errors import ShapeError
+from tests.kernels.launches import Bench, Buffer, machine_bench, rounded
+from tests.kernels.op_launches import BenchQueue, run_op
+from tests.kernels.ptx_machine import Memory
+from tests.ops.cases import Case, random_matrix
+
+Array = np.ndarray[Any, Any]
+EPS = np.float32(1e-6)
+NAMES = ["x", "norm", "eps", "weight", "bias"]
+
+
+def test_every_tile_fits_an_sm() -> None:
+    for name, tile in NORM_TILES.items():
+        assert tile.shared_bytes <= 227 * 1024
+        blocks = 3 if name == "gated_1" else 1
+        assert blocks * (tile.shared_bytes + 1024) <= 228 * 1024
+        assert tile.room % 1024 == tile.stage_bytes % 1024 == 0, "the swizzle's period"
+        assert tile.room >= NORM_K // 8 * tile.unit_pitch
+        assert tile.unit_pitch >= 16 * tile.held
+        assert tile.stages >= 5
+        assert 2 * tile.stages <= tile.threads, "a thread makes one barrier"
+        assert ROLE_WARPS % NORM_WARPS == 0
+        assert tile.asker >= 32 * NORM_WARPS
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@given(n=st.integers(8, 300_000), k=st.integers(8, 9000), rows=st.integers(1, 20))
+def test_every_product_that_is_taken_has_room(n: int, k: int, rows: int, gated: bool) -> None:
+    n -= n % 2
+    name = norm_variant(n, k, rows, gated=gated)
+    if name is None:
+        assert rows > NORM_ROWS or k > NORM_K or k % 8 or n > 128 * NUM_SMS
+        return
+    tile = NORM_TILES[name]
+    assert rows <= tile.held <= tile.rows
+    assert -(-k // tile.k_block) * tile.k_block <= NORM_K
+    assert tile.grid(n) * tile.box_rows >= (n // 2 if gated else n)
+    assert gated == tile.gated
+    assert gated or tile.grid(n) <= NUM_SMS
+
+
+def _normal(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+class Layer:
+    """A norm and a matrix on a device: both ways to their product."""
+
+    def __init__(self, bench: Bench, n: int, k: int, *, has_bias: bool = False) -> None:
+        self.bench, self.n, self.k = bench, n, k
+        self.weight = bench.put(rounded(_normal(n, k, seed=1), "bf16"), "bf16")
+        self.norm = bench.put(_normal(1, k, seed=2) * 0.2 + 1, "f32")
+        self.bias = bench.put(_normal(1, n, seed=3), "f32") if has_bias else None
+        for buffer in (self.weight, self.norm):
+            bench.early(buffer.address)
+
+    def _map(self, buffer: Buffer, rows: int, box: int) -> int:
+        shape, strides = (rows, self.k), (buffer.stride,)
+        encoded = self.bench.memory.tensor_map(buffer.address, shape, (box, 64), strides)
+        address: int = self.bench.memory.put(np.frombuffer(encoded, np.uint8))
+        return address
+
+    def _out(self, m: int, type: str, *, gated: bool) -> Buffer:
+        return self.bench.empty((m + 1, self.n // 2 if gated else self.n), type)
+
+    def _got(self, out: Buffer) -> Array:
+        got = self.bench.get(out)
+        assert np.isnan(got[-1]).all(), "one row past the last"
+        return got[:-1]
+
+    def apart(self, x: Buffer, type: str, option: int, *, gated: bool) -> Array:
+        """``rmsnorm``, then ``gemm_step``."""
+        m, name = x.shape[0], variant(self.n, x.shape[0], gated=gated)
+        normed, out = self.bench.empty((m, self.k), "bf16"), self._out(m, type, gated=gated)
+        args = [x.address, self.norm.address, normed.address, self.k, x.stride, normed.stride, EPS]
+        self.bench.run("rmsnorm_bf16", (m, 1), args)
+        tile, bias = TILES[name], self.bias.address if self.bias else 0
+        maps = [self._map(self.weight, self.n, tile.weight_box), self._map(normed, m, tile.rows)]
+        args = [*maps, bias, 0, out.address, self.n, self.k, m, 0, out.stride, option]
+        self.bench.run(f"gemm_step_bf16_{name}", (tile.grid(self.n), 1), args)
+        return self._got(out)
+
+    def fused(self, name: str, x: Buffer, type: str, option: int) -> Array:
+        """``gemm_step_norm``."""
+        tile, m = NORM_TILES[name], x.shape[0]
+        out, bias = self._out(m, type, gated=tile.gated), self.bias.address if self.bias else 0
+        args = [self._map(self.weight, self.n, tile.weight_box), x.address, self.norm.address, bias]
+        args += [out.address, self.n, self.k, m, x.stride, out.stride, option, EPS]
+        self.bench.run(f"gemm_step_norm_bf16_{name}", (tile.grid(self.n), 1), args)
+        return self._got(out)
+
+
+def _skip_without_hopper(bench: Bench) -> None:
+    if not isinstance(bench.memory, Memory) and bench.memory.arch != "sm_90a":
+        pytest.skip(f"gemm_step needs sm_90a, not {bench.memory.arch}")
+
+
+# 4,096 elements fill rmsnorm's threads once, 4,104 begin a second time; 1,544 is part of a stage.
+@pytest.mark.parametrize(
+    ("name", "rows", "k"),
+    [
+        ("c16_1", 1, 1544),
+        ("c48_1", 1, 4096),
+        ("c32_1", 1, 4104),
+        ("c128_1", 1, 1536),
+        ("c16_4", 3, 2048),
+        ("c48_4", 4, 4104),
+        ("c96_4", 2, 520),
+        ("gated_1", 1, 2048),
+        ("gated_4", 3, 4096),
+    ],
+)
+def test_the_bits_of_both_kernels(bench: Bench, name: str, rows: int, k: int) -> None:
+    _skip_without_hopper(bench)
+    gated, columns = NORM_TILES[name].gated, NORM_TILES[name].columns
+    layer = Layer(bench, columns + (8 if k < 4096 else 0), k, has_bias=rows % 2 == 1)
+    x = bench.put(rounded(_normal(rows, k) * 3, "bf16"), "bf16", pad=16)
+    type, option = ("bf16", 1) if gated else ("f32", 1)
+    want = layer.apart(x, type, option, gated=gated)
+    assert np.isfinite(want).all()
+    np.testing.assert_array_equal(layer.fused(name, x, type, option), want)
+
+
+@pytest.mark.parametrize("name", ["c32_1", "c32_4", "gated_1"])
+def test_rows_without_a_finite_sum(bench: Bench, name: str) -> None:
+    """Zeros, squares that overflow, a NaN: what ``rmsnorm`` makes of them."""
+    _skip_without_hopper(bench)
+    tile = NORM_TILES[name]
+    layer = Layer(bench, 64, 512)
+    rows = np.zeros((3, 512), np.float32)
+    rows[1], rows[2] = rounded(_normal(512) * 1e20, "bf16"), 1
+    rows[2, 7] = np.nan
+    type, option = ("bf16", 0) if tile.gated else ("f32", 1)
+    for first in range(0, 3, tile.held):
+        x = bench.put(rows[first : first + tile.held], "bf16")
+        want = layer.apart(x, type, option, gated=tile.gated)
+        np.testing.assert_array_equal(layer.fused(name, x, type, option), want)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_no_warp_needs_to_be_first(ptx_of: Callable[[str], str], order: int) -> None:
+    """Warps one after the other, from either end: a missing barrier would show."""
+    x = rounded(_normal(2, 520), "bf16")
+    results = []
+    for how in (0, order):
+        bench = machine_bench(ptx_of, how)
+        layer = Layer(bench, 24, 520)
+        results.append(layer.fused("c16_4", bench.put(x, "bf16"), "f32", 1))
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("format", "rows", "cols", "kernels"),
+    [
+        ("bf16", 1, 264, ["gemm_step_norm_bf16_c16_1"]),
+        ("bf16", 3, 264, ["gemm_step_norm_bf16_c16_4"]),
+        ("bf16", 5, 264, ["rmsnorm_bf16", "gemm_step_bf16_c16_8"]),
+        ("q8_0", 1, 256, ["rmsnorm_bf16", "gemm_step_q8_0_narrow_8"]),
+    ],
+)
+def test_which_kernels_the_op_launches(
+    bench: Bench, format: str, rows: int, cols: int, kernels: list[str]
+) -> None:
+    """And that it gives the bits of the two ops; what it did not write stays as it is."""
+    _skip_without_hopper(bench)
+    rng, results, queue = np.random.default_rng(rows), [], BenchQueue(bench, "sm_90a")
+    matrix = random_matrix(rng, format, 40, cols)
+    x, norm, bias = _normal(rows, cols), _normal(cols), _normal(40)
+    for op, call in (("rmsnorm_linear", rmsnorm_linear), ("apart", _apart)):
+        normed, out = (np.full((rows, width), np.nan, np.float32) for width in (cols, 40))
+        kwargs, written = {"normed": normed, "out": out}, {"normed": normed, "out": out}
+        case = Case("", (x, norm, 1e-5, matrix, bias), kwargs, written)
+        results.append(run_op(queue, "rmsnorm_linear", call, NAMES, case))
+        if op == "rmsnorm_linear":
+            assert queue.launched == kernels
+    np.testing.assert_array_equal(results[0]["out"], results[1]["out"])
+    assert np.isnan(results[0]["normed"]).all() == (len(kernels) == 1)
+
+
+def _apart(
+    queue: Any, x: Any, norm: Any, eps: float, weight: Any, bias: Any, *, normed: Any, out: Any
+) -> None:
+    rmsnorm(queue, x, norm, eps, out=normed)
+    linear(queue, normed, weight, bias, out=out)
+
+
+def test_an_unknown_activation_is_refused(bench: Bench) -> None:
+    with pytest.raises(ShapeError, match="activation 'gelu'; allowed: silu, gelu_tanh"):
+        rmsnorm_linear_gated(
+            BenchQueue(bench, "sm_90a"), *[None] * 5, "gelu", normed=None, gate_up=None, out=None
+        )  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+class TestOnTheGpu:
+    """Every tile, and widths as models have them."""
+
+    @pytest.fixture
+    def device(self, gpu: Any) -> Bench:
+        from tests.kernels.launches import gpu_bench
+
+        if gpu.arch != "sm_90a":
+            pytest.skip(f"gemm_step needs sm_90a, not {gpu.arch}")
+        return gpu_bench(gpu)
+
+    @pytest.mark.parametrize("name", sorted(NORM_TILES))
+    @pytest.mark.parametrize("k", [512, 1024, 1536, 2560, 4096, 5120])
+    def test_the_bits_of_both_kernels(self, device: Bench, name: str, k: int) -> None:
+        tile = NORM_TILES[name]
+        layer = Layer(device, 1608, k, has_bias=True)
+        for rows in range(1, tile.held + 1):
+            for spread in (0, 12):
+                powers = np.random.default_rng(rows).integers(-spread, spread + 1, (rows, k))
+                values = rounded(_normal(rows, k, seed=spread) * 2.0**powers, "bf16")
+                x = device.put(values, "bf16", pad=16)
+                type, option = ("bf16", 1) if tile.gated else ("f32", 1)
+                want = layer.apart(x, type, option, gated=tile.gated)
+                np.testing.assert_array_equal(layer.fused(name, x, type, option), want)
