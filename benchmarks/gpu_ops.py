@@ -33,13 +33,15 @@ from atlas.backends.cuda.graph import CapturedGraph  # noqa: E402
 from atlas.backends.cuda.launch import Queue, Recording  # noqa: E402
 from atlas.backends.cuda.memory import Workspace  # noqa: E402
 from atlas.backends.cuda.pack import DeviceMatrix, MatrixLayout  # noqa: E402
-from atlas.backends.cuda.products import Products, Trial, open_products  # noqa: E402
+from atlas.backends.cuda.products import Products, open_products  # noqa: E402
 
 SHAPES = {  # name: (n, k, what follows)
     "8B qkv": (6144, 4096, ""),
     "8B out": (4096, 4096, "add"),
+    "8B out, nothing added": (4096, 4096, ""),
     "8B gate up": (24576, 4096, "gated"),
     "8B down": (4096, 12288, "add"),
+    "8B down, nothing added": (4096, 12288, ""),
     "1B qkv": (3072, 2048, ""),
     "1B out": (2048, 2048, "add"),
     "1B gate up": (16384, 2048, "gated"),
@@ -181,7 +183,7 @@ def _product(bench: Bench, name: str) -> Figures:
     kind = next(iter(set(products.plans) - before), None)
     plan = None if kind is None else products.plans[kind]
     if plan is not None:
-        figures["by range"] = plan.by_range
+        figures["as float32 sums"] = plan.is_finished
         figures["algorithms"] = {m: products.library.describe(a) for m, a in plan.algorithms}
     for m in ROWS:
 
@@ -200,20 +202,7 @@ def _product(bench: Bench, name: str) -> Figures:
         if m == 1024:
             with mock.patch.object(bench.device, "products", None):
                 figures["1024: step GEMM"] = work / bench.microseconds(run)
-        if kind is not None and kind.ranges == 2 and plan is not None and not plan.by_range:
-            other = _by_range(products, bench, kind, weights)
-            if other is not None:
-                products.plans[kind] = other
-                figures[f"{m}: by range"] = work / bench.microseconds(run)
-                products.plans[kind] = plan
     return figures
-
-
-def _by_range(products: Products, bench: Bench, kind: Any, weights: Weights) -> Any:
-    def step(queue: Queue, x: Any, out: Any, residual: Any) -> None:
-        linear.step_product(queue, x, weights.matrix, linear.Epilogue(None, residual), out)
-
-    return Trial(products, bench.eager, kind, weights.matrix, None, step).plan([True])
 
 
 class Layer:

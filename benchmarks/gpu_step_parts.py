@@ -1,10 +1,11 @@
 """Where a decode step's time goes: the step's graph, and the same graph without some kernels.
 
-    python benchmarks/gpu_step_parts.py qwen3-8b [--batches 1 8] [--context 256]
+    python benchmarks/gpu_step_parts.py qwen3-8b [--batches 1 8] [--context 256] [--prompts 8064]
 
-The launches of one decode step are recorded as the engine records them; graphs of subsets of them
-are replayed back to back. What a kind of kernel costs in the step is the difference to the whole,
-which is less than its time alone where the next kernel's weights are on their way meanwhile.
+The launches of one decode step, or of a chunk of one prompt, are recorded as the engine records
+them; graphs of subsets of them are replayed back to back. What a kind of kernel costs in the step
+is the difference to the whole, which is less than its time alone where the weights of the next
+kernel are on their way meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def kind_of(launch: Any) -> str:
     """``norm``, ``attention``, ``gemm``, … of a launch."""
     if not isinstance(launch, KernelLaunch):
         return "cublas"
-    for word in ("attention", "rmsnorm", "gemm", "moe", "argmax", "embedding"):
+    for word in ("attention", "rmsnorm", "gemm_finish", "gemm", "moe", "argmax", "embedding"):
         if word in launch.kernel:
             return word
     return launch.kernel
@@ -56,20 +57,31 @@ def microseconds(runtime: Any, recording: Recording, count: int = 30) -> float:
     return statistics.median(times[1:])
 
 
-def take_apart(engine: Engine, batch: int, context: int = 256) -> None:
+def take_decode_apart(engine: Engine, batch: int, context: int) -> None:
     """Run a batch, so that tables and lengths are real; then time graphs of its step's parts."""
     prompt = list(range(20, 20 + context - 8))
     engine.generate([prompt] * batch, SamplingParams(max_tokens=8, ignore_eos=True))
+    take_apart(engine, StepShape.decode(batch), f"batch {batch}", 30)
+
+
+def take_prompt_apart(engine: Engine, length: int) -> None:
+    """The same of a prompt that runs as one chunk."""
+    prompt = [20 + i % 1000 for i in range(length)]
+    engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
+    take_apart(engine, StepShape.prompt(length), f"prompt of {length}", 2)
+
+
+def take_apart(engine: Engine, shape: StepShape, title: str, count: int) -> None:
+    """Graphs of a step's launches and of parts of them, each replayed ``count`` times."""
     core: Any = engine._loaded.core
     runtime = core.runtime
-    shape = runtime.padded(StepShape.decode(batch))
-    whole = runtime._record(core.network, core.buffers, shape)
+    whole = runtime._record(core.network, core.buffers, runtime.padded(shape))
     kinds = [kind_of(launch) for launch in whole.launches]
-    print(f"batch {batch}: {dict(Counter(kinds))}")
+    print(f"{title}: {dict(Counter(kinds))}")
 
     def kept(keep: Callable[[str], bool]) -> float:
         launches = [item for item, kind in zip(whole.launches, kinds, strict=True) if keep(kind)]
-        return microseconds(runtime, Recording(launches, whole.keep))
+        return microseconds(runtime, Recording(launches, whole.keep), count)
 
     total = kept(lambda kind: True)
     print(f"  whole step            {total:9.1f} us")
@@ -82,7 +94,8 @@ def take_apart(engine: Engine, batch: int, context: int = 256) -> None:
             f"each), alone {alone:8.1f} ({alone / count:6.2f} each)"
         )
     for others in ((), ("norm",), ("attention",), ("norm", "attention")):
-        time = kept(lambda kind, others=others: kind in ("gemm", "moe", *others))  # type: ignore[misc]
+        kept_kinds = ("gemm", "cublas", "gemm_finish", "moe", *others)
+        time = kept(lambda kind, wanted=kept_kinds: kind in wanted)  # type: ignore[misc]
         print(f"  {' + '.join(('products', *others)):30s} {time:9.1f} us", flush=True)
 
 
@@ -91,16 +104,20 @@ def main() -> None:
     parser.add_argument("shapes", nargs="+", choices=sorted(SHAPES))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--context", type=int, default=256, help="tokens of each sequence")
+    parser.add_argument("--prompts", type=int, nargs="*", default=[], help="tokens of a chunk")
     args = parser.parse_args()
     print(ceilings())
     for name in args.shapes:
         checkpoint = RandomCheckpoint(name)
         print(f"{name}: {checkpoint.nbytes / 1e9:.2f} GB of weights")
         with open_engine(
-            checkpoint, "cuda", max_running=max(args.batches), kv_tokens=65536, max_seq_len=1024
-        ) as engine:
+            checkpoint, "cuda", max_running=max(args.batches), kv_tokens=65536, max_seq_len=16384,
+            chunk_tokens=max([2048, *args.prompts]),
+        ) as engine:  # fmt: skip
             for batch in args.batches:
-                take_apart(engine, batch, args.context)
+                take_decode_apart(engine, batch, args.context)
+            for length in args.prompts:
+                take_prompt_apart(engine, length)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ ROUNDED_INSIDE = {
 REFUSED = (
     "K20", "K7", "83", "gelu", "relu_squared", "sections", "softmax-E16", "G3of8", "G1of3",
     "K64-V128", "K128-V64", "K16-V80", "H4-G2", "H3-G1-P20", "H6-G6", "T3-H3-strided",
+    "D107", "D224",
 )  # fmt: skip
 """Parts of the names of cases that no kernel takes."""
 """Ops that round to bf16 on the way: weights of attention, gate and up; of the greatest result."""

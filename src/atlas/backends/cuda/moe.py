@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from atlas_kernels.moe_plan import (
     COLUMNS,
-    DOWN_TILES,
     GATE_UP_TILES,
     GROUPED_TILES,
     HALF_ROWS,
@@ -33,7 +32,8 @@ from atlas.backends.cuda.pack import DeviceMatrix
 from atlas.errors import ShapeError
 from atlas.ops.moe import Scoring, router_in_parts
 
-_BULK_COPIES, _SMALL_SM = (9, 0), (12, 0)  # decode kernels take up to 227 KB of an SM's memory
+_DECODE = (9, 0)  # on older ones the decode kernels want more registers than there are
+_LARGE_SM, _SMALL_SM = (9, 0), (12, 0)  # from and below: thread blocks of up to 227 KB
 _SHARED_BYTES, _LEAST_SHARED_BYTES = 227 * 1024, 99 * 1024  # there, and on every GPU since sm_80
 _MOST_EXPERTS, _MOST_CHOICES = 1024, 31
 _COMBINE_COLUMNS = 1024
@@ -96,7 +96,8 @@ def moe_router(
     _check_choice(rows, num_experts, scoring, bias, num_groups, top_groups, slots, ids, weights)
     variant = None
     if _is_routed_at_once(x, norm, router, normed, scores):
-        room = _SHARED_BYTES if _has_large_sm(queue) else _LEAST_SHARED_BYTES
+        is_large = _LARGE_SM <= queue.device.capability < _SMALL_SM
+        room = _SHARED_BYTES if is_large else _LEAST_SHARED_BYTES
         variant = router_variant(rows, dim=dim, experts=num_experts, shared_bytes=room)
     if variant is None:
         parts: dict[str, Callable[..., None]]
@@ -170,15 +171,14 @@ def moe_experts(
             raise ShapeError(f"a shared expert {shared_gate_up.layout}; allowed: one as the others")
         last_up, last_down = shared_gate_up.data, shared_down.data
     variant = None
-    if _has_large_sm(queue):
+    if queue.device.capability >= _DECODE:
         variant = decode_variant(rows, dim=dim, inner=inner, slots=slots)
     if variant is not None:
         args: Args = (weight, last_up, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
         blocks = queue.device.num_sms * GATE_UP_TILES[variant].blocks_per_sm
         queue.launch(f"moe_gate_up_bf16_{variant}", (blocks, 1), args)
         args = (second, last_down, ids, weights, act, out, out, rows, slots, experts, dim, inner)
-        blocks = queue.device.num_sms * DOWN_TILES[variant].blocks_per_sm
-        grid = (min(blocks, dim // COLUMNS), 1)
+        grid = (dim // COLUMNS, 1)
         queue.launch(f"moe_down_bf16_{variant}", grid, (*args, *out.strides[:1] * 2))
         return
     groups = experts + (shared_down is not None)
@@ -231,11 +231,6 @@ def _check_choice(
     if slots is not None:
         match("int32", f"{rows}", slots)
         _require_contiguous(slots=slots)
-
-
-def _has_large_sm(queue: Queue) -> bool:
-    """Whether a thread block may have ``_SHARED_BYTES``, and bulk copies."""
-    return _BULK_COPIES <= queue.device.capability < _SMALL_SM
 
 
 def _sort(queue: Queue, ids: DeviceArray, groups: int, rows: int) -> tuple[int, int, int]:
