@@ -24,6 +24,7 @@ from atlas_kernels.ptx_memory import load_b32, load_f32, store_b32, store_f32
 from atlas_kernels.ptx_warp import (
     block_x,
     lane_id,
+    lanes,
     reduce_max_s32,
     reduce_max_u32,
     shuffle_f32,
@@ -41,12 +42,12 @@ _GREATEST_DIVISOR = np.float32(2.0**126)
 
 
 @device
-def sigmoid(x):
-    """1 / (1 + e^−x); 0 where that is subnormal."""
-    below = f32(1) + exp32(-x)
+def _inverse(power):
+    """1 / (1 + e^−x) of e^−x; 0 where that is subnormal."""
+    below = f32(1) + power
     value = divide(f32(1), below)
     value = f32(0) if below > _GREATEST_DIVISOR else value
-    return value if x == x else x
+    return value if power == power else power
 
 
 def _score(load: Any) -> Any:
@@ -61,14 +62,24 @@ def _score(load: Any) -> Any:
 
 
 @device
-def _softmax_value(score, e, greatest, experts):
-    value = exp32(score - greatest)  # of each, so that none stands in a branch
-    return value if e < experts else f32(0)
+def _shifted(score, _, greatest, __):
+    return score - greatest
 
 
 @device
-def _sigmoid_value(score, e, _, experts):
-    value = sigmoid(score)
+def _negated(score, _, __, ___):
+    return -score
+
+
+@device
+def _exponential(exponent, e, _, experts):
+    power = exp32(exponent)  # outside of the choice, which then is no branch
+    return power if e < experts else f32(0)
+
+
+@device
+def _sigmoid(power, e, _, experts):
+    value = _inverse(power)
     return value if e < experts else f32(0)
 
 
@@ -86,12 +97,12 @@ def _key(value, e, _, experts):
 
 
 @device
-def _greatest_key(key):
-    """The warp's: of the greatest upper halves the one with the greatest lower half."""
-    upper, lower = i32(key >> 32), i32(key & _LOW)
-    greatest = reduce_max_s32(upper)
-    lower = reduce_max_u32(lower if upper == greatest else i32(0))
-    return i64((i64(greatest) << 32) | (i64(lower) & _LOW))
+def _warp_max_key(key):
+    """Greatest key of the warp: its value, then the id among the lanes that have it."""
+    value = i32(key >> 32)
+    greatest = reduce_max_s32(value)
+    tail = reduce_max_u32(i32(key & _LOW) if value == greatest else i32(0))
+    return i64((i64(greatest) << 32) | (i64(tail) & _LOW))
 
 
 @device
@@ -157,7 +168,8 @@ def row_route(count: int, load: Any) -> Any:
     scores, ``last`` that of the shared expert's, or 0; the others are the kernel's own arguments.
     """
     scores_of, keys_of, remove = each(count, _score(load)), each(count, _key), each(count, _without)
-    softmax, sigmoids = each(count, _softmax_value), each(count, _sigmoid_value)
+    shift, negate = each(count, _shifted), each(count, _negated)
+    exponentials, sigmoids = each(count, _exponential), each(count, _sigmoid)
     add_bias = each(count, _biased)
     greatest_of, sum_of, best_of = (_tree(count, f) for f in (maximum, _add, _greater))
     nothing = (0,) * count
@@ -177,35 +189,43 @@ def row_route(count: int, load: Any) -> Any:
                 shared = load(last)
             greatest = warp_max(maximum(greatest_of(values), f32(_LOWEST)))
             if use_sigmoid != 0:
-                values = sigmoids(values, lane, greatest, experts)
+                values = negate(values, lane, greatest, experts)
             else:
-                values = softmax(values, lane, greatest, experts)
+                values = shift(values, lane, greatest, experts)
+            values = exponentials(values, lane, greatest, experts)
+            if use_sigmoid != 0:
+                values = sigmoids(values, lane, greatest, experts)
             total = warp_sum(sum_of(values))
             if bias != 0:
                 values = add_bias(values, lane, bias, experts)
             keys = keys_of(values, lane, i32(0), experts)
-            order = i32(0)
-            for j in range(top_k):
-                winner = _greatest_key(best_of(keys))
+            order, j, step = i32(0), i32(0), i32(lanes() >> 5)
+            while j < top_k:
+                winner = _warp_max_key(best_of(keys))
                 keys = remove(keys, lane, winner, i32(0))
                 if lane == j:
                     own, order = i32(_LOW - (winner & _LOW)), i32(winner >> 32)
+                j = i32(j + step)
             weight = bits_float(i32(order ^ ((order >> 31) & _MAGNITUDE)))  # the key's value
             if bias != 0:  # which the bias is part of
                 score = load(scores + max(own, i32(0)) * 4)
-                weight = sigmoid(score) if use_sigmoid != 0 else exp32(score - greatest)
+                weight = exp32(-score if use_sigmoid != 0 else score - greatest)
+                if use_sigmoid != 0:
+                    weight = _inverse(weight)
             if use_sigmoid == 0:
                 weight = divide(weight, total)
             chosen = f32(0)
-            for j in range(top_k):
-                chosen += shuffle_f32(weight, i32(j))
+            j = i32(0)
+            while j < top_k:
+                chosen += shuffle_f32(weight, j)
+                j = i32(j + step)
             if normalize != 0:
                 weight = divide(weight, chosen + epsilon)
             weight = weight * scaling
             if slots > top_k and lane == top_k:
                 own, weight = experts, f32(1)
                 if last != 0:
-                    weight = sigmoid(shared)
+                    weight = _inverse(exp32(-shared))
         if lane < slots:
             store_b32(ids + (row * slots + lane) * 4, own)
             store_f32(weights + (row * slots + lane) * 4, weight)

@@ -33,7 +33,7 @@ from atlas.errors import ShapeError
 from atlas.ops.moe import Scoring, router_in_parts
 
 _DECODE = (9, 0)  # on older ones the decode kernels want more registers than there are
-_BULK_COPIES, _SMALL_SM = (9, 0), (12, 0)  # decode kernels take up to 227 KB of an SM's memory
+_LARGE_SM, _SMALL_SM = (9, 0), (12, 0)  # from and below: thread blocks of up to 227 KB
 _SHARED_BYTES, _LEAST_SHARED_BYTES = 227 * 1024, 99 * 1024  # there, and on every GPU since sm_80
 _MOST_EXPERTS, _MOST_CHOICES = 1024, 31
 _COMBINE_COLUMNS = 1024
@@ -96,7 +96,8 @@ def moe_router(
     _check_choice(rows, num_experts, scoring, bias, num_groups, top_groups, slots, ids, weights)
     variant = None
     if _is_routed_at_once(x, norm, router, normed, scores):
-        room = _SHARED_BYTES if _has_large_sm(queue) else _LEAST_SHARED_BYTES
+        is_large = _LARGE_SM <= queue.device.capability < _SMALL_SM
+        room = _SHARED_BYTES if is_large else _LEAST_SHARED_BYTES
         variant = router_variant(rows, dim=dim, experts=num_experts, shared_bytes=room)
     if variant is None:
         parts: dict[str, Callable[..., None]]
@@ -230,11 +231,6 @@ def _check_choice(
     if slots is not None:
         match("int32", f"{rows}", slots)
         _require_contiguous(slots=slots)
-
-
-def _has_large_sm(queue: Queue) -> bool:
-    """Whether a thread block may have ``_SHARED_BYTES``, and bulk copies."""
-    return _BULK_COPIES <= queue.device.capability < _SMALL_SM
 
 
 def _sort(queue: Queue, ids: DeviceArray, groups: int, rows: int) -> tuple[int, int, int]:
