@@ -53,7 +53,7 @@ def kind_of(launch: Any) -> str:
     return launch.kernel
 
 
-def microseconds(runtime: Any, recording: Recording, count: int = 30) -> float:
+def microseconds(runtime: Any, recording: Recording, count: int) -> float:
     """Median time of a graph of these launches."""
     device = runtime.device
     graph = CapturedGraph(device, recording.compile(device), runtime._capture_stream)
@@ -75,14 +75,14 @@ def take_decode_apart(engine: Engine, batch: int, context: int) -> None:
     """Run a batch, so that tables and lengths are real; then time graphs of its step's parts."""
     prompt = list(range(20, 20 + context - 8))
     engine.generate([prompt] * batch, SamplingParams(max_tokens=8, ignore_eos=True))
-    take_apart(engine, StepShape.decode(batch), f"batch {batch}", 30)
+    take_apart(engine, StepShape.decode(batch), f"batch {batch}", 10)
 
 
 def take_prompt_apart(engine: Engine, length: int) -> None:
     """The same of a prompt that runs as one chunk."""
     prompt = [20 + i % 1000 for i in range(length)]
     engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
-    take_apart(engine, StepShape.prompt(length), f"prompt of {length}", 2)
+    take_apart(engine, StepShape.prompt(length), f"prompt of {length}", 1)
 
 
 def take_apart(engine: Engine, shape: StepShape, title: str, count: int) -> None:
