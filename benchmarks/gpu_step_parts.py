@@ -25,7 +25,7 @@ from atlas import Engine, SamplingParams  # noqa: E402
 from atlas.backends.cuda.graph import CapturedGraph  # noqa: E402
 from atlas.backends.cuda.launch import KernelLaunch, Recording  # noqa: E402
 from atlas.layers.step import StepShape  # noqa: E402
-from atlas.ops.select import taken_apart  # noqa: E402
+from atlas.ops.select import in_parts  # noqa: E402
 from benchmarks.gpu_models import ceilings, open_engine  # noqa: E402
 from benchmarks.random_checkpoint import SHAPES, RandomCheckpoint  # noqa: E402
 
@@ -120,7 +120,7 @@ def with_norms_apart(core: Any, shape: StepShape) -> Recording:
     """The same step with a kernel for every norm, as steps of more rows have."""
     functions = core.runtime.functions
     whole = dict(functions)
-    functions |= taken_apart(whole, ("rmsnorm",))
+    functions |= in_parts(whole, ("rmsnorm",))
     try:
         recording: Recording = core.runtime._record(core.network, core.buffers, shape)
     finally:
