@@ -136,7 +136,7 @@ class Checks:
             kept = residual.clone()
             self.gemm(weight, x, kept, bias=bias, residual=kept)
             gpu.stream.sync()
-            want = (plain + bias + residual.float()).bfloat16()
+            want = ((plain + bias).bfloat16().float() + residual.float()).bfloat16()
             self.that(torch.equal(kept, want), f"bias and residual, {m} rows")
             gated = _poisoned(m, n // 2, dtype=torch.bfloat16)
             self.gemm(weight, x, gated, gated=True)

@@ -1,11 +1,13 @@
 """Mixture of experts on a GPU: bits of rows checked, decode and prefill timed.
 
-    python benchmarks/gpu_moe.py [--rows 1 2 8 128] [--prefill 2048 8192] [--json F]
+    python benchmarks/gpu_moe.py [--rows 1 2 8 128] [--prefill 2048 8192] [--tune] [--json F]
 
 Random bf16 weights. Shape A: 256 experts, top 8 and a shared one, hidden 2048, expert width 512;
 shape B (Qwen3-30B-A3B): 128 experts, top 8, width 768, and its whole weight sweep at batch 1.
 Bit for bit: each row alone, among others, shuffled, by the decode and by every grouped kernel.
-Prefill is timed with each grouped form; w160 is that of Hopper, with ``wgmma``.
+Decode is timed as a layer and by kernel; --tune adds the decode kernels that would do as well.
+Prefill is timed with each grouped form; w160 is that of Hopper, with ``wgmma``. What comes before
+the experts, in one kernel and in three: see ``gpu_router``.
 Exits with 1 if a check failed. Needs torch, for data and for the ceilings.
 """
 
@@ -28,7 +30,6 @@ from atlas_kernels import build  # noqa: E402
 from atlas_kernels.gemm_step_plan import TILES, variant  # noqa: E402
 from atlas_kernels.moe_plan import (  # noqa: E402
     COLUMNS,
-    DOWN_TILES,
     GATE_UP_TILES,
     GROUPED_TILES,
     HALF_ROWS,
@@ -41,6 +42,7 @@ from atlas_kernels.moe_plan import (  # noqa: E402
     route_variant,
 )
 
+from benchmarks import gpu_router  # noqa: E402
 from benchmarks.gpu_gemm import StepGemm, read_ceiling  # noqa: E402
 from tests.kernels.gpu import Gpu  # noqa: E402
 
@@ -135,8 +137,7 @@ class Runner:
         args += [weights.data_ptr(), self.act.data_ptr(), residual.data_ptr(), out.data_ptr()]
         args += [len(out), shape.slots, shape.experts, shape.dim, shape.inner]
         args += [residual.stride(0) * 2, out.stride(0) * 2]
-        blocks = min(shape.dim // COLUMNS, self._blocks(DOWN_TILES[name].blocks_per_sm))
-        self.gpu.run(f"moe_down_bf16_{name}", (blocks, 1), args)
+        self.gpu.run(f"moe_down_bf16_{name}", (shape.dim // COLUMNS, 1), args)
 
     def decode(
         self, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor, out: Tensor,
@@ -317,7 +318,7 @@ def time_decode(
 
     for name in names:
         parts = {}
-        for part in ("both", "gate_up", "down"):
+        for part in ("both", "gate_up", "down"):  # one after the other: the same data and clocks
             parts[part] = gpu.microseconds(lambda p=part, n=name: chain(n, p), 1) / len(routes)
         share = num_bytes / parts["both"] / 1e6 / ceiling
         figures[name] = parts | {"share": share}
@@ -400,6 +401,13 @@ def sweep_30b(gpu: Gpu, gemm: StepGemm, layers: list[Layer], ceiling: float) -> 
     return {"ms": us / 1e3, "gb": num_bytes / 1e9, "share": share}
 
 
+def trials(shape: Shape, rows: int) -> list[str]:
+    """Decode kernels that would do as well as those that are chosen."""
+    sizes = {"dim": shape.dim, "inner": shape.inner, "slots": shape.slots}
+    chosen = decode_variant(rows, **sizes)
+    return [n for n in GATE_UP_TILES if n != chosen and fits(n, rows, **sizes)]
+
+
 def load_kernels(gpu: Gpu) -> None:
     """The kernels used here onto the device, compiled if need be."""
     names = [f"moe_{part}_bf16_{name}" for part in ("gate_up", "down") for name in GATE_UP_TILES]
@@ -418,6 +426,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 128])
     parser.add_argument("--prefill", type=int, nargs="*", default=[2048, 8192])
+    parser.add_argument("--tune", action="store_true", help="other decode kernels too")
     parser.add_argument("--json", help="file for the figures")
     options = parser.parse_args()
     torch.manual_seed(3)
@@ -438,6 +447,7 @@ def main() -> int:
             found = decode_variant(rows, dim=shape.dim, inner=shape.inner, slots=shape.slots)
             by_group = grouped_variant(rows, experts=shape.experts, slots=shape.slots)
             names = [found or by_group]
+            names += trials(shape, rows) if options.tune else []
             names += ["r16"] if rows == 8 else []
             key = f"{shape.name} decode {rows}"
             figures[key] = time_decode(gpu, shape, layers, rows, ceiling, names)
@@ -447,6 +457,10 @@ def main() -> int:
             figures["30B-A3B sweep"] = sweep_30b(gpu, gemm, layers, ceiling)
         del layers
         torch.cuda.empty_cache()
+    gpu_router.load_kernels(gpu)
+    few = [rows for rows in options.rows if rows <= gpu_router.ROUTER_ROWS]
+    failed, figures["router"] = gpu_router.measure(gpu, gemm, few)
+    checks.failed += failed
     if options.json:
         record = {"device": gpu.device.name, "errors": checks.errors, "failed": checks.failed}
         Path(options.json).write_text(json.dumps(record | {"figures": figures}, indent=1))

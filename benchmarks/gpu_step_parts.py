@@ -25,7 +25,7 @@ from atlas import Engine, SamplingParams  # noqa: E402
 from atlas.backends.cuda.graph import CapturedGraph  # noqa: E402
 from atlas.backends.cuda.launch import KernelLaunch, Recording  # noqa: E402
 from atlas.layers.step import StepShape  # noqa: E402
-from atlas.ops.select import taken_apart  # noqa: E402
+from atlas.ops.select import in_parts  # noqa: E402
 from benchmarks.gpu_models import ceilings, open_engine  # noqa: E402
 from benchmarks.random_checkpoint import SHAPES, RandomCheckpoint  # noqa: E402
 
@@ -53,7 +53,7 @@ def kind_of(launch: Any) -> str:
     return launch.kernel
 
 
-def microseconds(runtime: Any, recording: Recording, count: int = 30) -> float:
+def microseconds(runtime: Any, recording: Recording, count: int) -> float:
     """Median time of a graph of these launches."""
     device = runtime.device
     graph = CapturedGraph(device, recording.compile(device), runtime._capture_stream)
@@ -75,14 +75,14 @@ def take_decode_apart(engine: Engine, batch: int, context: int) -> None:
     """Run a batch, so that tables and lengths are real; then time graphs of its step's parts."""
     prompt = list(range(20, 20 + context - 8))
     engine.generate([prompt] * batch, SamplingParams(max_tokens=8, ignore_eos=True))
-    take_apart(engine, StepShape.decode(batch), f"batch {batch}", 30)
+    take_apart(engine, StepShape.decode(batch), f"batch {batch}", 10)
 
 
 def take_prompt_apart(engine: Engine, length: int) -> None:
     """The same of a prompt that runs as one chunk."""
     prompt = [20 + i % 1000 for i in range(length)]
     engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
-    take_apart(engine, StepShape.prompt(length), f"prompt of {length}", 2)
+    take_apart(engine, StepShape.prompt(length), f"prompt of {length}", 1)
 
 
 def take_apart(engine: Engine, shape: StepShape, title: str, count: int) -> None:
@@ -120,7 +120,7 @@ def with_norms_apart(core: Any, shape: StepShape) -> Recording:
     """The same step with a kernel for every norm, as steps of more rows have."""
     functions = core.runtime.functions
     whole = dict(functions)
-    functions |= taken_apart(whole, ("rmsnorm",))
+    functions |= in_parts(whole, ("rmsnorm",))
     try:
         recording: Recording = core.runtime._record(core.network, core.buffers, shape)
     finally:

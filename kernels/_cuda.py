@@ -18,6 +18,7 @@ if tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 5):
     # numba-cuda 0.30 fails at import with "module 'numpy' has no attribute 'row_stack'".
     raise ImportError(f"numba-cuda needs NumPy below 2.5; installed is {np.__version__}")
 
+from atlas_kernels.bytecode import is_collective, mark_collective, refuse_copied_calls
 from numba import cuda
 from numba.cuda import compiler, dispatcher, types
 from numba.cuda.core import config
@@ -40,7 +41,9 @@ ARGUMENT_TYPES = {"ptr": types.int64, "i32": types.int32, "i64": types.int64, "f
 
 def device(function: Callable[..., Any]) -> Any:
     """A function that kernels call; always inlined, so that it costs no call and no error path."""
-    return cuda.jit(device=True, forceinline=True)(function)
+    refuse_copied_calls(function)
+    made = cuda.jit(device=True, forceinline=True)(function)
+    return mark_collective(made) if is_collective(function) else made
 
 
 def llvm_ir(
@@ -55,6 +58,7 @@ def llvm_ir(
     entry : the name that the entry point gets
     bounds : threads in a thread block, least thread blocks to be resident on an SM
     """
+    refuse_copied_calls(function)
     argument_types = tuple(ARGUMENT_TYPES[kind] for kind in kinds)
     with global_compiler_lock, _no_device():
         # cc decides nothing in this IR: our loads, stores and conversions are PTX of our own.

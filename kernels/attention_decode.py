@@ -18,12 +18,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from atlas_kernels.attention_decode_body import (
-    THREADS,
-    attention_body,
-    resident_blocks,
-    shared_bytes,
-)
+from atlas_kernels.attention_decode_body import attention_body
+from atlas_kernels.attention_decode_layout import THREADS, resident_blocks, shared_bytes
+from atlas_kernels.attention_fresh import stored_rows
 from atlas_kernels.attention_plan import STEP_DIMS, step_tiles
 from atlas_kernels.ptx_async import launch_dependents
 from atlas_kernels.registry import kernel
@@ -57,7 +54,7 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
     - ``counters`` int32, one for each x of the grid: zero, and zero again afterwards;
     - ``window`` 0 and ``softcap`` 0 mean none; ``q_stride``, ``out_stride`` in bytes.
     """
-    attend = attention_body(dim, tiles)
+    attend = attention_body(dim, tiles, stored_rows(dim, tiles))
 
     def attention_decode(
         q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,

@@ -9,6 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
+from atlas_kernels.attention_decode_layout import (
+    WARPS,
+    key_pitch,
+    limits_at,
+    queries_at,
+    result_pitch,
+    stages,
+    sums_at,
+)
 from atlas_kernels.attention_decode_parts import (
     add_part,
     combine_splits,
@@ -17,7 +26,8 @@ from atlas_kernels.attention_decode_parts import (
     store_output,
     store_rows,
 )
-from atlas_kernels.attention_fresh import NO_FRESH_ROWS, FreshRows
+from atlas_kernels.attention_fresh import FreshRows
+from atlas_kernels.attention_held import NOT_HELD, held_blocks
 from atlas_kernels.attention_plan import SPLIT
 from atlas_kernels.kv_store import BLOCK_LEN
 from atlas_kernels.ptx_async import (
@@ -74,42 +84,9 @@ from atlas_kernels.ptx_warp import (
     thread_x,
 )
 
-THREADS = 128
-WARPS = THREADS // 32
 FEW_BLOCKS = 256
 """Thread blocks up to which all run at once on a large GPU, with time before their turn."""
 LOG2_E = 1.4426950408889634
-ROW_BYTES = 16  # of a row in the table in shared memory: first and last key, two floats unused
-
-
-def key_pitch(dim: int) -> int:
-    """Bytes from a row of keys, values or queries to the next: no bank conflicts."""
-    return 2 * dim + 16
-
-
-def stages(dim: int) -> int:
-    """Blocks of keys and values in flight for each warp."""
-    return 2 if dim <= 128 else 1
-
-
-def queries_at(dim: int) -> int:
-    """Where the queries lie in shared memory, after the warps' buffers."""
-    return WARPS * stages(dim) * 2 * BLOCK_LEN * key_pitch(dim)
-
-
-def sums_offset(dim: int, tiles: int) -> int:
-    """Where the warps' maxima and sums lie, after the queries and their limits."""
-    return queries_at(dim) + 16 * tiles * (key_pitch(dim) + 8)
-
-
-def shared_bytes(dim: int, tiles: int) -> int:
-    """Dynamic shared memory: the warps' buffers, queries, limits, maxima and sums."""
-    return sums_offset(dim, tiles) + 16 * tiles * WARPS * 8
-
-
-def resident_blocks(dim: int, tiles: int) -> int:
-    """Thread blocks that an SM shall hold."""
-    return 3 if tiles * dim <= 128 else 2
 
 
 @device
@@ -121,26 +98,27 @@ def own_position(positions, sequence, row):
 def attention_body(
     dim: int,
     tiles: int,
-    rows_apart: FreshRows = NO_FRESH_ROWS,
+    rows_apart: FreshRows,
     last_key: Any = own_position,
+    *,
+    held: int = 0,
 ) -> Any:
     """A device function of the kernel's arguments, and of a tuple that ``rows_apart`` takes.
 
-    ``last_key``: (positions, sequence, row) → the last key that a row sees.
+    - ``last_key``: (positions, sequence, row) → the last key that a row sees;
+    - ``held``: how many of the two blocks after those in a warp's buffers wait in registers.
 
     It waits for the kernels before. What the host copied for the step (``tables``, ``cu_rows``,
     ``positions``) is read before that; so are the pools where the step's own keys and values are
     apart, since all that is then read of them is older than the step.
     """
-    is_apart = rows_apart is not NO_FRESH_ROWS
+    is_apart = rows_apart.are_apart
     chunks = dim // 8  # of 16 bytes in a row
     pitch, depth, rows = key_pitch(dim), stages(dim), 16 * tiles
     block_bytes = BLOCK_LEN * pitch
     warp_bytes = depth * 2 * block_bytes
     q_at = queries_at(dim)
-    limits_at = q_at + rows * pitch
-    sums_at = sums_offset(dim, tiles)
-    result_pitch = 4 * dim + 16  # the warps' results take the place of the buffers
+    row_limits, row_sums, part_pitch = limits_at(dim, tiles), sums_at(dim, tiles), result_pitch(dim)
     per_lane = BLOCK_LEN * chunks // 32
     regular = 32 % chunks == 0  # then a lane copies the same columns of every row it meets
     vectors = dim // 4
@@ -152,13 +130,14 @@ def attention_body(
     rows_fma, sum_lanes = tile_rows_fma(tiles), tile_sum_lanes(tiles)
     no_values, no_sums = tile_fill(rows * dim // 32, 0.0), tile_fill(2 * tiles, 0.0)
     no_maxima, scale_maxima = tile_fill(2 * tiles, MASKED), vector_scale(2 * tiles)
-    store_values = tile_store(dim, tiles, result_pitch)
+    store_values = tile_store(dim, tiles, part_pitch)
     load_rows, put_rows = row_words(tiles), store_rows(tiles)
-    copied, all_copied = copy_wait(2 * depth - 1), copy_wait(0)
+    copied = copy_wait(2 * depth - 1)
     combine = combine_splits(dim)
-    first_fresh, copy_fresh, turn = rows_apart.first, rows_apart.copy, rows_apart.turn
-    warm = rows_apart.warm
+    first_fresh, ask, bring = rows_apart.first, rows_apart.ask, rows_apart.bring
     store_fresh, patch = rows_apart.store, rows_apart.patch
+    hold_third, put_third = held_blocks(dim) if held > 0 else NOT_HELD
+    hold_fourth, put_fourth = held_blocks(dim) if held > 1 else NOT_HELD
 
     @device
     def copy_block(target, source, seen):
@@ -178,26 +157,13 @@ def attention_body(
                 copy16_or_zero(target + (chunk + row) * 16, source + chunk * 16, num_bytes)
 
     @device
-    def copy_queries(q, base, first_row, begin, count, group, head, q_stride):
-        """The thread block's query rows; rows past ``count`` become zeros."""
-        for chunk in range(thread_x(), rows * chunks, THREADS):
-            row = quotient(chunk, chunks)
-            index = begin + min(row, count - 1)
-            token = quotient(index, group)
-            source = q + i64(first_row + token) * q_stride
-            source += i64(head * group + index - token * group) * (2 * dim)
-            source += (chunk - row * chunks) * 16
-            num_bytes = i32(16) if row < count else i32(0)
-            copy16_or_zero(base + q_at + (chunk + row) * 16, source, num_bytes)
-
-    @device
     def merge_warps(base, row, column):
         """Four columns of a row: the warps' results, ascending."""
-        state, at = empty_row(), base + sums_at + row * 8
-        source = base + row * result_pitch + column * 4
+        state, at = empty_row(), base + row_sums + row * 8
+        source = base + row * part_pitch + column * 4
         for warp in range(WARPS):
             part = load_shared_f32x2(at + warp * rows * 8)
-            state = add_part(state, part, load_shared_f32x4(source + warp * rows * result_pitch))
+            state = add_part(state, part, load_shared_f32x4(source + warp * rows * part_pitch))
         return state
 
     @device
@@ -216,18 +182,18 @@ def attention_body(
         # Without a window, the first split's entries: asked for before the row's place is known.
         likely = i32(block_y() * (SPLIT // 16) + (lane_id() & (SPLIT // 16 - 1)))
         entry = load_b32(table + i64(min(likely, i32(table_stride - 1))) * 4)
-        first_row = load_b32(cu_rows + sequence * 4)
-        count = (load_b32(cu_rows + sequence * 4 + 4) - first_row) * group - begin
+        first_row = load_b32(cu_rows + i64(sequence) * 4)
+        count = (load_b32(cu_rows + i64(sequence) * 4 + 4) - first_row) * group - begin
         count = i32(min(count, rows))
         earliest = latest = i32(0)
         if count > 0:
             final = quotient(begin + count - 1, group)
-            earliest = last_key(positions, sequence, first_row + quotient(begin, group))
-            latest = last_key(positions, sequence, first_row + final)
-        start = max(0, earliest - window + 1) if window > 0 else 0
-        first_split = start // SPLIT
-        num_splits = latest // SPLIT - first_split + 1 if count > 0 else 0
-        workers = min(num_blocks_y(), num_splits)
+            earliest = i32(last_key(positions, sequence, first_row + quotient(begin, group)))
+            latest = i32(last_key(positions, sequence, first_row + final))
+        start = i32(max(0, earliest - window + 1)) if window > 0 else i32(0)
+        first_split = quotient(start, SPLIT)
+        num_splits = i32(quotient(latest, SPLIT) - first_split + 1) if count > 0 else i32(0)
+        workers = i32(min(num_blocks_y(), num_splits))
         if block_y() >= workers:
             if block_x() + block_y() == 0:
                 wait_prerequisites()  # one thread block must: the kernels after rely on it
@@ -235,12 +201,12 @@ def attention_body(
 
         base, lane, warp = dynamic_shared(), lane_id(), shuffle_b32(thread_x() >> 5, 0)
         known = first_fresh(latest, first_row, positions)  # keys that the pools hold
-        num_fresh = i32(latest + 1 - known)
-        warm(base, fresh, first_row, known, num_fresh)
+        fresh_at = first_row, known, begin, count, group, head, i32(latest + 1 - known)
+        asked = ask(base, q, q_stride, fresh, fresh_at)
         if thread_x() < rows:
             index = begin + min(thread_x(), count - 1)
             position = last_key(positions, sequence, first_row + quotient(index, group))
-            at = base + limits_at + thread_x() * 8
+            at = base + row_limits + thread_x() * 8
             store_shared_b32(at, max(0, position - window + 1) if window > 0 else 0)
             store_shared_b32(at + 4, position)
         if not is_apart:
@@ -248,76 +214,75 @@ def attention_body(
 
         factor = f32(LOG2_E) if softcap > f32(0) else scale * f32(LOG2_E)
         inner = scale * fast_reciprocal(softcap) if softcap > f32(0) else f32(0)
-        buffers = base + warp * warp_bytes
-        q_row = base + q_at + (lane & 15) * pitch + (lane >> 4) * 16
-        k_row = (lane & 7) * pitch + (lane >> 4) * (8 * pitch) + (lane & 8) * 2
-        v_row = (lane & 15) * pitch + (lane >> 4) * 16
+        buffers = i32(base + warp * warp_bytes)
+        q_row = i32(base + q_at + (lane & 15) * pitch + (lane >> 4) * 16)
+        k_row = i32((lane & 7) * pitch + (lane >> 4) * (8 * pitch) + (lane & 8) * 2)
+        v_row = i32((lane & 15) * pitch + (lane >> 4) * 16)
         head_bytes = BLOCK_LEN * dim * 2
         place = i64(sequence) * room * kv_heads + head
         place = place * (max_rows * group) + begin
         step = i64(kv_heads) * max_rows * group  # from a split's partial results to the next one's
-        split = first_split + block_y()
-        while split < first_split + num_splits:
-            low = max(split * (SPLIT // 16), start >> 4)
-            high = min((split + 1) * (SPLIT // 16) - 1, latest >> 4)
+        pools = k_pool, v_pool
+        split = i32(first_split + block_y())
+        while split < i32(first_split + num_splits):
+            low = i32(max(split * (SPLIT // 16), start >> 4))
+            high = i32(min((split + 1) * (SPLIT // 16) - 1, latest >> 4))
             if split != block_y():
                 place_of = min(split * (SPLIT // 16) + (lane & (SPLIT // 16 - 1)), high)
                 entry = load_b32(table + i64(place_of) * 4)
-            first_block = low + ((warp - low) & (WARPS - 1))
+            first_block = i32(low + ((warp - low) & (WARPS - 1)))
             for stage in range(depth):
-                ahead = first_block + stage * WARPS
+                ahead = i32(first_block + stage * WARPS)
                 if ahead <= high:
                     number = shuffle_b32(entry, ahead & (SPLIT // 16 - 1))
                     source = (i64(number) * kv_heads + head) * head_bytes
                     target = buffers + stage * (2 * block_bytes)
-                    copy_block(target, k_pool + source, known - ahead * 16)
+                    seen = i32(known - ahead * 16)
+                    copy_block(target, k_pool + source, seen)
                     copy_commit()
-                    copy_block(target + block_bytes, v_pool + source, known - ahead * 16)
+                    copy_block(target + block_bytes, v_pool + source, seen)
                     copy_commit()
                 else:
                     copy_commit()
                     copy_commit()
+            third, fourth = i32(first_block + depth * WARPS), i32(first_block + (depth + 1) * WARPS)
+            thirds = hold_third(pools, entry, third, high, head, kv_heads, known)
+            fourths = hold_fourth(pools, entry, fourth, high, head, kv_heads, known)
             is_first = split == first_split + block_y()
             # Few thread blocks, one after the other the step's path, find none of this code in
             # their SM's instruction cache. So while they wait anyway, they go through it once,
             # with what their buffers hold, and drop the result.
             rehearse = is_apart and is_first and num_blocks_x() <= FEW_BLOCKS
-            for attempt in range(0 if rehearse else 1, 2):
-                if attempt == 1:
-                    if is_first:
-                        if is_apart:
-                            wait_prerequisites()
-                        copy_queries(q, base, first_row, begin, count, group, head, q_stride)
-                        copy_fresh(base, fresh, first_row, head, num_fresh)
-                        copy_commit()
-                        all_copied()
-                    sync_threads()
+            attempt = i32(0) if rehearse else i32(1)
+            while attempt < 2:
                 if is_first:
-                    turn(base, fresh, warp, known, begin, count, group, num_fresh)
-                if attempt == 1:
-                    store_fresh(
-                        base, fresh, first_row, known, head, kv_heads, quotient(begin, group),
-                        quotient(begin + count - 1, group) + 1, split, (k_pool, v_pool),
-                    )  # fmt: skip
-                first = load_rows(base + limits_at + (lane >> 2) * 8)
-                last = load_rows(base + limits_at + (lane >> 2) * 8 + 4)
+                    if is_apart and attempt == 1:
+                        wait_prerequisites()
+                    bring(base, q, q_stride, fresh, fresh_at, asked, attempt == 1)
+                first = load_rows(base + row_limits + (lane >> 2) * 8)
+                last = load_rows(base + row_limits + (lane >> 2) * 8 + 4)
                 values, maxima, totals = no_values(), no_maxima(), no_sums()
-                stage, block = 0, first_block
-                end = high if attempt == 1 else min(high, first_block)
+                slot, block = i32(0), first_block
+                end = high if attempt == 1 else i32(min(high, first_block))
                 while block <= end:
-                    at = buffers + stage * (2 * block_bytes)
-                    ahead = block + depth * WARPS
+                    at = i32(buffers + slot * (2 * block_bytes))
+                    ahead = i32(block + depth * WARPS)
                     number = shuffle_b32(entry, ahead & (SPLIT // 16 - 1))
                     source = (i64(number) * kv_heads + head) * head_bytes
-                    seen = known - ahead * 16
+                    seen = i32(known - ahead * 16)
                     goes_on = attempt == 1 and ahead <= high
                     copied()
                     sync_warp()
-                    patch(base, at, block, known, num_fresh, 0)
+                    patch(base, at, block, fresh_at, 0)
                     scores = scores_of(q_row, at + k_row)
                     sync_warp()
                     if goes_on:
-                        copy_block(at, k_pool + source, seen)
+                        if held > 0 and ahead == third:
+                            put_third(at, thirds[0])
+                        elif held > 1 and ahead == fourth:
+                            put_fourth(at, fourths[0])
+                        else:
+                            copy_block(at, k_pool + source, seen)
                     copy_commit()
                     if softcap > f32(0):
                         scores = cap(scores, inner, softcap)
@@ -330,24 +295,32 @@ def attention_body(
                     values = scale_rows(values, decay)
                     copied()
                     sync_warp()
-                    patch(base, at + block_bytes, block, known, num_fresh, 1)
+                    patch(base, at + block_bytes, block, fresh_at, 1)
                     values = values_of(values, weights, at + block_bytes + v_row)
                     sync_warp()
                     if goes_on:
-                        copy_block(at + block_bytes, v_pool + source, seen)
+                        if held > 0 and ahead == third:
+                            put_third(at + block_bytes, thirds[1])
+                        elif held > 1 and ahead == fourth:
+                            put_fourth(at + block_bytes, fourths[1])
+                        else:
+                            copy_block(at + block_bytes, v_pool + source, seen)
                     copy_commit()
-                    block += WARPS
-                    stage = 0 if stage == depth - 1 else stage + 1
+                    block = i32(block + WARPS)
+                    slot = i32(0) if slot == depth - 1 else i32(slot + 1)
+                attempt = i32(attempt + 1)
+            if warp == i32((latest >> 4) + 1) & (WARPS - 1):  # the next block's: it is ahead
+                store_fresh(base, fresh, kv_heads, fresh_at, split, pools)
             totals = sum_lanes(totals)
             sync_threads()  # the buffers are free
-            at = base + (warp * rows + (lane >> 2)) * result_pitch + (lane & 3) * 8
+            at = base + (warp * rows + (lane >> 2)) * part_pitch + (lane & 3) * 8
             store_values(values, at)
             if lane & 3 == 0:
-                at = base + sums_at + (warp * rows + (lane >> 2)) * 8
+                at = base + row_sums + (warp * rows + (lane >> 2)) * 8
                 put_rows(at, scale_maxima(maxima, factor))
                 put_rows(at + 4, totals)
             sync_threads()
-            done = split - first_split
+            done = i32(split - first_split)
             item, end = thread_x(), i32(count * vectors)
             while item < end:
                 row = quotient(item, vectors)
@@ -373,7 +346,7 @@ def attention_body(
                         store_f32x2(sums + at * 8, (maximum, total))
                 item = i32(item + num_threads_x())
             sync_threads()
-            split += workers
+            split = i32(split + workers)
 
         if workers > 1:
             fence_device()

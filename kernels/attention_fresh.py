@@ -1,7 +1,7 @@
-"""A step's keys and values that the pools do not hold yet: what attention does with them.
+"""What decode attention does with its queries, and with keys and values that are not stored yet.
 
-``attention_decode`` has none, since a kernel before it stores them; ``attention_step`` fills them
-in.
+``attention_decode`` copies queries as they are and has no keys apart, since a kernel before it
+stored them; ``attention_step`` turns queries and keys on the way in.
 """
 
 from __future__ import annotations
@@ -9,41 +9,84 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from atlas_kernels._cuda import device, i32
+from atlas_kernels._cuda import device, i32, i64
+from atlas_kernels.attention_decode_layout import queries_at
+from atlas_kernels.ptx_async import copy16_or_zero, copy_commit, copy_wait
+from atlas_kernels.ptx_math import quotient
+from atlas_kernels.ptx_warp import num_threads_x, sync_threads, thread_x
 
 
 @dataclass(frozen=True, slots=True)
 class FreshRows:
-    """Device functions for keys and values that are not in the pools yet.
+    """Device functions. ``place`` is what tells of a thread block's rows: (first row of the
+    sequence, first position that is not in the pools, first query row, count of query rows, heads
+    of a group, KV head, count of keys that are not in the pools).
 
     Attributes
     ----------
+    are_apart : bool
+        Whether all that the pools are asked for is older than the step.
     first : (latest, first_row, positions) → the first position that is not in the pools
-    warm : (base, fresh, first_row, position, count)
-        Before the wait: ask for the constants of ``turn`` and the slots of ``count`` rows.
-    copy : (base, fresh, first_row, head, count)
-        Start copying them to shared memory, with the queries.
-    turn : (base, fresh, warp, position, begin, rows, group, count)
-        Normalise and rotate the queries and ``count`` keys, once they are there.
-    store : (base, fresh, first_row, position, head, kv_heads, begin, end, split, pools)
-        Write those of the thread block's own rows, in a split, into the pools.
-    patch : (base, at, block, position, count, which)
-        Put a block's own into the copy ``at`` of its keys (0) or values (1).
+    ask : (base, q, q_stride, fresh, place) → a tuple
+        Before the wait: ask for constants.
+    bring : (base, q, q_stride, fresh, place, asked, is_real)
+        Queries and keys to shared memory, as attention wants them, for all threads. Unless
+        ``is_real``, q is not there yet: go through the code only.
+    store : (base, fresh, kv_heads, place, split, pools)
+        A warp writes the new keys and values of the thread block's own rows, in a split, into the
+        pools.
+    patch : (base, at, block, place, which)
+        A warp puts a block's new ones into the copy ``at`` of its keys (0) or values (1).
     """
 
+    are_apart: bool
     first: Any
-    warm: Any
-    copy: Any
-    turn: Any
+    ask: Any
+    bring: Any
     store: Any
     patch: Any
 
 
-NO_FRESH_ROWS = FreshRows(
-    device(lambda latest, first_row, positions: i32(latest + 1)),
-    device(lambda base, fresh, first_row, position, count: None),
-    device(lambda base, fresh, first_row, head, count: None),
-    device(lambda base, fresh, warp, position, begin, rows, group, count: None),
-    device(lambda base, fresh, first_row, position, head, kv_heads, begin, end, split, pools: None),
-    device(lambda base, at, block, position, count, which: None),
-)
+def queries_copy(dim: int, tiles: int) -> Any:
+    """A device function of (base, q, q_stride, place): start copying the query rows; those past
+    their count become zeros."""
+    chunks, rows, q_at = dim // 8, 16 * tiles, queries_at(dim)
+
+    @device
+    def copy(base, q, q_stride, place):
+        first_row, begin, count, group, head = place[0], place[2], place[3], place[4], place[5]
+        chunk = thread_x()
+        while chunk < rows * chunks:
+            row = quotient(chunk, chunks)
+            index = i32(begin + min(row, count - 1))
+            token = quotient(index, group)
+            source = q + i64(first_row + token) * q_stride
+            source += i64(head * group + index - token * group) * (2 * dim)
+            source += (chunk - row * chunks) * 16
+            num_bytes = i32(16) if row < count else i32(0)
+            copy16_or_zero(base + q_at + (chunk + row) * 16, source, num_bytes)
+            chunk = i32(chunk + num_threads_x())
+
+    return copy
+
+
+def stored_rows(dim: int, tiles: int, *, are_old: bool = False) -> FreshRows:
+    """No key is apart; ``are_old``: nor has any been stored by this step."""
+    copy, copied = queries_copy(dim, tiles), copy_wait(0)
+
+    @device
+    def bring(base, q, q_stride, fresh, place, asked, is_real):
+        if is_real:
+            copy(base, q, q_stride, place)
+            copy_commit()
+            copied()
+            sync_threads()
+
+    return FreshRows(
+        are_old,
+        device(lambda latest, first_row, positions: i32(latest + 1)),
+        device(lambda base, q, q_stride, fresh, place: ()),
+        bring,
+        device(lambda base, fresh, kv_heads, place, split, pools: None),
+        device(lambda base, at, block, place, which: None),
+    )

@@ -7,6 +7,10 @@ SPLIT = 512
 the speed at long contexts, in partial results, and won nothing at short ones."""
 STEP_DIMS = (64, 80, 96, 128, 256)
 """Dimensions of a head that the kernels take."""
+HELD = 2
+"""Blocks of keys and values that a warp of ``attention_step_…_held`` has in registers, beyond those
+in its buffers: with them, all of 256 tokens are on their way before the kernel's wait."""
+HELD_DIMS = (64, 128)
 WORKERS_PER_SM = 2
 """Thread blocks that share out a step's splits, for each SM."""
 PREFILL_SHAPES = {64: (64, 2), 80: (64, 2), 96: (32, 2), 128: (32, 2), 256: (16, 1)}
@@ -27,6 +31,18 @@ def fresh_rows(dim: int, tile_rows: int) -> int:
     """Rows of a sequence that ``attention_step`` takes; with 128 dimensions and 16 rows, more would
     cost an SM its third thread block."""
     return 4 if (dim, tile_rows) == (128, 16) else 8
+
+
+def is_few(columns: int, num_sms: int) -> bool:
+    """Whether so few thread blocks stand beside each other, each with a part of the keys to itself,
+    that what counts is how long one takes."""
+    return 2 * columns <= num_sms
+
+
+def step_variant(dim: int, tile_rows: int, columns: int, *, arch: str, num_sms: int) -> str:
+    """The variant of ``attention_step`` for ``columns`` thread blocks beside each other."""
+    is_held = arch == "sm_90a" and tile_rows == 16 and dim in HELD_DIMS
+    return f"d{dim}_r{tile_rows}" + "_held" * (is_held and is_few(columns, num_sms))
 
 
 def prefill_variant(dim: int) -> str:

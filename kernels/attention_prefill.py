@@ -17,7 +17,8 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
-from atlas_kernels.attention_decode_body import LOG2_E, key_pitch
+from atlas_kernels.attention_decode_body import LOG2_E
+from atlas_kernels.attention_decode_layout import key_pitch
 from atlas_kernels.attention_plan import PREFILL_SHAPES, prefill_variant
 from atlas_kernels.kv_store import BLOCK_LEN
 from atlas_kernels.ptx_async import (

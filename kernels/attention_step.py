@@ -17,19 +17,25 @@ from typing import Any
 
 from atlas_kernels._cuda import device, i32, i64
 from atlas_kernels.attention_decode import VARIANTS
-from atlas_kernels.attention_decode_body import (
+from atlas_kernels.attention_decode_body import attention_body
+from atlas_kernels.attention_decode_layout import (
     THREADS,
-    attention_body,
     key_pitch,
     queries_at,
     resident_blocks,
-    sums_offset,
 )
-from atlas_kernels.attention_decode_body import shared_bytes as decode_bytes
-from atlas_kernels.attention_fresh import FreshRows
-from atlas_kernels.attention_plan import SPLIT, fresh_rows
+from atlas_kernels.attention_decode_layout import shared_bytes as decode_bytes
+from atlas_kernels.attention_fresh import FreshRows, queries_copy
+from atlas_kernels.attention_plan import HELD, HELD_DIMS, SPLIT, fresh_rows
+from atlas_kernels.attention_turn import DIM, turned_rows
 from atlas_kernels.kv_store import BLOCK_LEN, pool_offset
-from atlas_kernels.ptx_async import copy4_or_zero, copy16_or_zero, launch_dependents
+from atlas_kernels.ptx_async import (
+    copy4_or_zero,
+    copy16_or_zero,
+    copy_commit,
+    copy_wait,
+    launch_dependents,
+)
 from atlas_kernels.ptx_math import pack_bf16, quotient, unpack_bf16
 from atlas_kernels.ptx_memory import (
     load_b32,
@@ -51,10 +57,26 @@ from atlas_kernels.registry import kernel
 from atlas_kernels.rope import WIDTH, rotate_head, rotate_normed_head
 from atlas_kernels.vector import access
 
+_SINK_BYTES = 4 * THREADS
 
-def shared_bytes(dim: int, tiles: int) -> int:
+
+def _keys_at(dim: int, tiles: int) -> int:
+    """Where the new keys lie in shared memory, before the new values."""
+    return decode_bytes(dim, tiles)
+
+
+def _values_at(dim: int, tiles: int) -> int:
+    return _keys_at(dim, tiles) + fresh_rows(dim, 16 * tiles) * key_pitch(dim)
+
+
+def _sink_at(dim: int, tiles: int) -> int:
+    """Where what was only asked for lands, where heads are not turned in registers."""
+    return _values_at(dim, tiles) + fresh_rows(dim, 16 * tiles) * 2 * dim
+
+
+def shared_bytes(dim: int, tiles: int, held: int = 0) -> int:
     """Dynamic shared memory: that of ``attention_decode``, and the new keys and values."""
-    return decode_bytes(dim, tiles) + fresh_rows(dim, 16 * tiles) * (key_pitch(dim) + 2 * dim)
+    return _sink_at(dim, tiles) + (0 if dim == DIM else _SINK_BYTES)
 
 
 @device
@@ -69,37 +91,36 @@ _SHARED = replace(
 )
 
 
-def _fresh(dim: int, tiles: int) -> FreshRows:
-    """``fresh`` is (k, v, q_weight, k_weight, table, slots, half, k_stride, v_stride, eps)."""
+def _copied_rows(dim: int, tiles: int) -> tuple[Any, Any]:
+    """``ask`` and ``bring`` for any dimension: heads are copied to shared memory and turned there.
+
+    The constants that this takes come into L1 before the wait, by the sector.
+    """
     chunks, pitch = dim // 8, key_pitch(dim)
-    q_at, keys_at = queries_at(dim), decode_bytes(dim, tiles)
-    values_at = keys_at + fresh_rows(dim, 16 * tiles) * pitch
-    sink_at = sums_offset(dim, tiles)
+    q_at, keys_at, values_at = queries_at(dim), _keys_at(dim, tiles), _values_at(dim, tiles)
+    sink_at = _sink_at(dim, tiles)
+    copy_queries, copied = queries_copy(dim, tiles), copy_wait(0)
     rotate, rotate_normed = rotate_head(_SHARED), rotate_normed_head(_SHARED)
 
     @device
-    def first(latest, first_row, positions):
-        return load_b32(positions + i64(first_row) * 4)
-
-    @device
     def touch(base, source, num_bytes):
-        """Into L1, by the sector; the copies that this takes land where sums will, and are lost."""
         at, end = i32(thread_x() * 32), i32(num_bytes)
         while at < end:
             copy4_or_zero(base + sink_at + thread_x() * 4, source + at, i32(4))
             at = i32(at + num_threads_x() * 32)
 
     @device
-    def warm(base, fresh, first_row, position, count):
+    def ask(base, q, q_stride, fresh, place):
         if fresh[2] != 0:
             touch(base, fresh[2], 4 * dim)
             touch(base, fresh[3], 4 * dim)
-        touch(base, fresh[4] + i64(position) * fresh[6] * 8, count * fresh[6] * 8)
-        touch(base, fresh[5] + i64(first_row) * 4, count * 4)
+        touch(base, fresh[4] + i64(place[1]) * fresh[6] * 8, place[6] * fresh[6] * 8)
+        return ()
 
     @device
-    def copy(base, fresh, first_row, head, count):
-        chunk, end = thread_x(), i32(count * chunks)
+    def copy(base, fresh, place):
+        first_row, head = place[0], place[5]
+        chunk, end = thread_x(), i32(place[6] * chunks)
         while chunk < end:
             row = quotient(chunk, chunks)
             column = i64(head) * (2 * dim) + (chunk - row * chunks) * 16
@@ -110,8 +131,15 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
             chunk = i32(chunk + num_threads_x())
 
     @device
-    def turn(base, fresh, warp, position, begin, rows, group, count):
-        half, item, end = fresh[6], i32(warp), i32(rows + count)
+    def bring(base, q, q_stride, fresh, place, asked, is_real):
+        _, position, begin, rows, group, _, count = place
+        if is_real:
+            copy_queries(base, q, q_stride, place)
+            copy(base, fresh, place)
+            copy_commit()
+            copied()
+            sync_threads()
+        half, item, end = fresh[6], i32(thread_x() >> 5), i32(rows + count)
         while item < end:
             at, token = i32(base + q_at + item * pitch), quotient(i32(begin + item), group)
             norm = fresh[2]
@@ -126,13 +154,28 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
             item = i32(item + (num_threads_x() >> 5))
         sync_threads()
 
+    return ask, bring
+
+
+def _fresh(dim: int, tiles: int) -> FreshRows:
+    """``fresh`` is (k, v, q_weight, k_weight, table, slots, half, k_stride, v_stride, eps)."""
+    chunks, pitch = dim // 8, key_pitch(dim)
+    keys_at, values_at = _keys_at(dim, tiles), _values_at(dim, tiles)
+    ask, bring = turned_rows(keys_at, values_at) if dim == DIM else _copied_rows(dim, tiles)
+
     @device
-    def store(base, fresh, first_row, position, head, kv_heads, begin, end, split, pools):
+    def first(latest, first_row, positions):
+        return load_b32(positions + i64(first_row) * 4)
+
+    @device
+    def store(base, fresh, kv_heads, place, split, pools):
+        first_row, position, begin, rows, group, head, _ = place
         if (split + 1) * SPLIT > position:
-            chunk, stop = i32(begin * chunks + thread_x()), i32(end * chunks)
-            while chunk < stop:
+            chunk = i32(quotient(begin, group) * chunks + lane_id())
+            end = i32((quotient(i32(begin + rows - 1), group) + 1) * chunks)
+            while chunk < end:
                 row = quotient(chunk, chunks)
-                if (position + row) // SPLIT == split:
+                if quotient(i32(position + row), SPLIT) == split:
                     slot = load_b32(fresh[5] + i64(first_row + row) * 4)
                     if slot >= 0:
                         offset = pool_offset(slot, head, kv_heads, dim) * 2
@@ -141,39 +184,55 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
                         value = load_shared_b32x4(base + values_at + chunk * 16)
                         store_b32x4(pools[0] + offset, key)
                         store_b32x4(pools[1] + offset, value)
-                chunk = i32(chunk + num_threads_x())
+                chunk = i32(chunk + lanes())
 
     @device
-    def patch(base, at, block, position, count, which):
+    def patch(base, at, block, place, which):
+        position, count = place[1], place[6]
         if (block + 1) * BLOCK_LEN > position:
             source, source_pitch = base + keys_at, i32(pitch)
             if which:
                 source, source_pitch = base + values_at, i32(2 * dim)
-            chunk = lane_id()
-            while chunk < BLOCK_LEN * chunks:
-                row = quotient(chunk, chunks)
-                own = i32(block * BLOCK_LEN + row - position)
-                if own >= 0 and own < count:
-                    words = load_shared_b32x4(
-                        i32(source + own * source_pitch + (chunk - row * chunks) * 16)
-                    )
-                    store_shared_b32x4(i32(at + (chunk + row) * 16), words)
+            chunk, end = lane_id(), i32(count * chunks)
+            while chunk < end:
+                own = quotient(chunk, chunks)
+                column, row = (
+                    i32(chunk - own * chunks) * 16,
+                    i32(position + own - block * BLOCK_LEN),
+                )
+                if row >= 0 and row < BLOCK_LEN:
+                    words = load_shared_b32x4(i32(source + own * source_pitch + column))
+                    store_shared_b32x4(i32(at + row * pitch + column), words)
                 chunk = i32(chunk + lanes())
             sync_warp()
 
-    return FreshRows(first, warm, copy, turn, store, patch)
+    return FreshRows(True, first, ask, bring, store, patch)
+
+
+_ARGS = (
+    "ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr"
+    " i32 i32 i32 i32 i32 i32 i32 i64 i64 i64 i64 f32 f32 f32"
+)
 
 
 @kernel(
     "attention_step",
-    args="ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr"
-    " i32 i32 i32 i32 i32 i32 i32 i64 i64 i64 i64 f32 f32 f32",
+    args=_ARGS,
     threads=THREADS,
     min_blocks=resident_blocks,
     shared=shared_bytes,
     variants=VARIANTS,
 )
-def make_attention_step(dim: int, tiles: int) -> Any:
+@kernel(
+    "attention_step",
+    args=_ARGS,
+    threads=THREADS,
+    min_blocks=resident_blocks,
+    shared=shared_bytes,
+    arch="sm_90a",
+    variants={f"d{dim}_r16_held": (dim, 1, HELD) for dim in HELD_DIMS},
+)
+def make_attention_step(dim: int, tiles: int, held: int = 0) -> Any:
     """q, out [T, H, K], k and v [T, HK, K] and the pools [B, HK, 16, K], all bf16.
 
     Grid and arguments as in ``attention_decode``, and
@@ -182,8 +241,11 @@ def make_attention_step(dim: int, tiles: int) -> Any:
     - ``table`` float32 [P, 2, half]: cosines, then sines, of the first 2 · ``half`` dimensions;
     - ``slots`` int32 [T]: where keys and values go; a negative one is not written;
     - ``max_rows``: at most ``fresh_rows`` of the variant. q, k and v are left as they were.
+
+    ``_held`` is for few thread blocks, of which an SM holds two: at the start of a split a warp
+    asks for ``HELD`` blocks of keys and values more, into registers. Same bits.
     """
-    attend = attention_body(dim, tiles, _fresh(dim, tiles))
+    attend = attention_body(dim, tiles, _fresh(dim, tiles), held=held)
 
     def attention_step(
         q, k, v, q_weight, k_weight, table, slots, k_pool, v_pool, out, tables, cu_rows, positions,

@@ -10,24 +10,16 @@ before the wait, and only the queries come from the kernel before.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.attention_decode import VARIANTS
-from atlas_kernels.attention_decode_body import (
-    THREADS,
-    attention_body,
-    resident_blocks,
-    shared_bytes,
-)
-from atlas_kernels.attention_fresh import NO_FRESH_ROWS
+from atlas_kernels.attention_decode_body import attention_body
+from atlas_kernels.attention_decode_layout import THREADS, resident_blocks, shared_bytes
+from atlas_kernels.attention_fresh import stored_rows
 from atlas_kernels.ptx_async import launch_dependents
 from atlas_kernels.ptx_memory import load_b32
 from atlas_kernels.registry import kernel
-
-_OLDER_KEYS = replace(NO_FRESH_ROWS)
-"""No key is new, and all are older than the step."""
 
 
 @device
@@ -49,7 +41,7 @@ def make_cross_attention(dim: int, tiles: int) -> Any:
     Grid and arguments as in ``attention_decode``, with ``lens`` int32 [G], keys of each source and
     at least 1, in place of positions; a source may have no rows.
     """
-    attend = attention_body(dim, tiles, _OLDER_KEYS, _source_end)
+    attend = attention_body(dim, tiles, stored_rows(dim, tiles, are_old=True), _source_end)
 
     def cross_attention(
         q, k_pool, v_pool, out, tables, cu_rows, lens, partials, sums, counters,

@@ -85,7 +85,8 @@ class Head:
             head = quotient(within, rows) * group_bytes + (within & (rows - 1)) * 4
             head += row * vector_bytes
             offset = head if element < dim else head + k_at
-            return i32(offset if element < 2 * dim else v_at + (row * dim + within) * 4)
+            offset = offset if element < 2 * dim else v_at + (row * dim + within) * 4
+            return i32(offset)
 
         return place
 

@@ -16,7 +16,7 @@ QUADS = 4 * THREADS
 
 @kernel("gemm_finish", args="ptr ptr ptr ptr i32 i64 i64 i64 i32", threads=THREADS)
 def gemm_finish(sums, bias, residual, out, n, sums_stride, residual_stride, out_stride, out_is_f32):
-    """out [m, n] = sums + bias + residual, with the bits of the step GEMM; grid (m, ⌈n / 1024⌉).
+    """out [m, n] from float32 sums, with the bits of the step GEMM; grid (m, ⌈n / 1024⌉).
 
     ``sums`` float32; bias (float32) and residual (bf16) or 0; out, bf16 or float32. Rows hold a
     multiple of four columns; strides in bytes.

@@ -1,4 +1,4 @@
-"""What the step GEMM does with its sums: bias, residual, ReLU or act · mul, one rounding, stores.
+"""What the step GEMM does with its sums: bias, residual, ReLU or act · mul, rounding, stores.
 
 Four neighbouring columns at once: ``out``, ``bias`` and ``residual`` rows hold a multiple of four
 columns and lie a multiple of 16 bytes apart.
@@ -27,8 +27,9 @@ def _positive(value):
 
 @device
 def finish(total, row, column, bias, residual, out, residual_stride, out_stride, option):
-    """out = total + bias + residual, from left to right in float32, rounded once.
+    """out = total + bias in float32, rounded once; or that rounded to bf16, plus the residual.
 
+    So a product can be stored before it is added to the residual stream, as a model in bf16 does.
     A zero address leaves bias or residual out. ``bias`` is float32, ``residual`` bf16 (it may be
     ``out``). ``out`` is bf16; float32 where ``option`` is 1; what is below 0 becomes 0 where it is
     2.
@@ -39,7 +40,9 @@ def finish(total, row, column, bias, residual, out, residual_stride, out_stride,
         words = load_b32x2(residual + i64(row) * residual_stride + i64(column) * 2)
         a, b = unpack_bf16(words[0])
         c, d = unpack_bf16(words[1])
-        total = add4(total, (a, b, c, d))
+        t0, t1 = unpack_bf16(pack_bf16(total[0], total[1]))
+        t2, t3 = unpack_bf16(pack_bf16(total[2], total[3]))
+        total = add4((t0, t1, t2, t3), (a, b, c, d))
     target = out + i64(row) * out_stride
     if option == 1:
         store_f32x4(target + i64(column) * 4, total)

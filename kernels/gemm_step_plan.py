@@ -6,7 +6,7 @@ ascending, in one float32 accumulator of the tensor core.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 RUNGS = (8, 16, 32, 64, 128)
 """Rows of activations that a kernel has room for."""
@@ -169,7 +169,9 @@ COLUMNS = (16, 32, 48, 64, 96, 128)
 """Columns of the tiles ``c16`` … ``c128``, one thread block an SM: a matrix gets the first with
 which its tiles fit the SMs of an H200. What has more rows than that, and is not gated, is ``wide``.
 """
-BESIDE_ATTENTION = 150 << 10  # of an SM's 227 KB: its thread blocks then find room beside it
+BESIDE_ATTENTION = 150 << 10
+"""Shared memory of a thread block that finds room beside one of decode attention: an SM has 228 KB,
+each thread block takes 1 KB more than it asks for, and ``attention_step`` asks for 75."""
 _ALONE = 200 << 10
 
 
@@ -186,7 +188,10 @@ def _column_tile(columns: int, rows: int) -> StepTile:
     """A tile of ``c<columns>``. 128 rows are bound by what an SM takes in, the least for tiles as
     wide as they are high."""
     if rows < 128:
-        return StepTile(rows, columns, *_stages(columns, rows, BESIDE_ATTENTION))
+        tile = StepTile(rows, columns, *_stages(columns, rows, BESIDE_ATTENTION))
+        while tile.shared_bytes > BESIDE_ATTENTION:  # with what lies behind the last stage
+            tile = replace(tile, stages=tile.stages - 1)
+        return tile
     if columns <= 64:
         return StepTile(64, 2 * columns, *_stages(2 * columns, 64, _ALONE), sharers=2)
     return StepTile(128, columns, *_stages(columns, 128, _ALONE))

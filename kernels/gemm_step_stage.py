@@ -22,7 +22,8 @@ from atlas_kernels.ptx_wgmma import store_accumulators
 @device
 def bytes_left(step, k):
     """16, or 0 where this thread's piece of the step lies past the end of K."""
-    return i32(16 if step * 64 + (thread_x() & 7) * 8 < k else 0)
+    has_some = step * 64 + (thread_x() & 7) * 8 < k
+    return i32(i32(has_some) * 16)
 
 
 @device

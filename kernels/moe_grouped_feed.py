@@ -51,7 +51,8 @@ def _entries(tiles, chunk, num_tiles):
     expert, first, count = i32(0), i32(0), i32(0)
     if at < num_tiles:
         expert, first, count, _ = load_b32x4(tiles + i64(at) * 16)
-    return expert, first, count, ballot(i32(1) if count > 0 else i32(0))
+    filled = ballot(i32(count > 0))
+    return expert, first, count, filled
 
 
 def produce_tiles(tile: WgmmaTile, *, gathered: bool) -> Any:
@@ -99,7 +100,9 @@ def produce_tiles(tile: WgmmaTile, *, gathered: bool) -> Any:
         item = i32(block_x())
         while True:
             entry = quotient(item, columns)
-            while passed + popcount(filled) <= entry and (chunk + 1) * 32 < num_tiles:
+            while True:
+                if passed + popcount(filled) > entry or (chunk + 1) * 32 >= num_tiles:
+                    break
                 passed, chunk = i32(passed + popcount(filled)), i32(chunk + 1)
                 expert, first, count, filled = _entries(tiles, chunk, num_tiles)
             if passed + popcount(filled) <= entry:

@@ -82,7 +82,8 @@ def _write_gated(buffer, pairs, out, first, token, count, column, width):
     c = gated_pair(more_gate[0], more_gate[1], more_up[0], more_up[1])
     d = gated_pair(more_gate[2], more_gate[3], more_up[2], more_up[3])
     target = out + (i64(first + token) * width + column) * 2
-    store_b32x4_if(target, (a, b, c, d), i32(1) if token < count and column < width else i32(0))
+    is_inside = i32(token < count) & i32(column < width)
+    store_b32x4_if(target, (a, b, c, d), is_inside)
 
 
 @device
@@ -153,7 +154,8 @@ def _multiply_tile(tile: WgmmaTile, n: int, *, gated: bool) -> Any:
     @device
     def release(barrier, wanted):
         """Give a stage back to the producers."""
-        barrier_arrive_if(barrier, i32(1) if lane_id() == 0 and wanted else i32(0))
+        is_first = i32(lane_id() == 0)
+        barrier_arrive_if(barrier, is_first & i32(wanted))
 
     @device
     def multiply_tile(

@@ -2,8 +2,9 @@
 
 A warp takes a row, and lane l has experts l, l + 32, … in registers. Softmax: w = exp32(score −
 maximum), summed by each lane as a balanced tree, then by ``warp_sum``; a probability is w / sum.
-Sigmoid: 1 / (1 + exp32(−score)). Selection is by w, or with a bias by sigmoid + bias; greatest
-first, lowest id on ties. Chosen weights are summed in that order.
+Sigmoid: 1 / (1 + exp32(−score)). Quotients are those of ``divide``, which calls nothing. Selection
+is by w, or with a bias by sigmoid + bias; greatest first, lowest id on ties. Chosen weights are
+summed in that order. ``moe_router`` does the same with the scores of its own products.
 
 Source: Shazeer et al. (2017), arXiv 1701.06538; DeepSeek-AI, "DeepSeek-V3" (2024), arXiv
 2412.19437, equations 13 to 16, without groups.
@@ -13,18 +14,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.elementary import exp32
 from atlas_kernels.moe_plan import ROUTE_VARIANTS
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
-from atlas_kernels.ptx_math import float_bits, maximum
+from atlas_kernels.ptx_math import bits_float, divide, float_bits, maximum
 from atlas_kernels.ptx_memory import load_b32, load_f32, store_b32, store_f32
 from atlas_kernels.ptx_warp import (
     block_x,
     lane_id,
+    lanes,
+    reduce_max_s32,
+    reduce_max_u32,
     shuffle_f32,
     warp_max,
-    warp_max_i64,
     warp_sum,
 )
 from atlas_kernels.registry import kernel
@@ -34,29 +38,49 @@ _LEAST = -(1 << 63)
 _LOW = 0xFFFFFFFF
 _MAGNITUDE = 0x7FFFFFFF
 _LOWEST = float("-inf")
+_GREATEST_DIVISOR = np.float32(2.0**126)
 
 
 @device
-def sigmoid(x):
-    """1 / (1 + e^−x)."""
-    return f32(1) / (f32(1) + exp32(-x))
+def _inverse(power):
+    """1 / (1 + e^−x) of e^−x; 0 where that is subnormal."""
+    below = f32(1) + power
+    value = divide(f32(1), below)
+    value = f32(0) if below > _GREATEST_DIVISOR else value
+    return value if power == power else power
 
 
-@device
-def _score(_, e, source, experts):
+def _score(load: Any) -> Any:
     """The loads of a lane do not wait for each other: none stands in a branch."""
-    score = load_f32(source + min(e, i32(experts - 1)) * 4)
-    return score if e < experts else f32(_LOWEST)
+
+    @device
+    def score(_, e, source, experts):
+        value = load(source + min(e, i32(experts - 1)) * 4)
+        return value if e < experts else f32(_LOWEST)
+
+    return score
 
 
 @device
-def _softmax_value(score, e, greatest, experts):
-    return exp32(score - greatest) if e < experts else f32(0)
+def _shifted(score, _, greatest, __):
+    return score - greatest
 
 
 @device
-def _sigmoid_value(score, e, _, experts):
-    return sigmoid(score) if e < experts else f32(0)
+def _negated(score, _, __, ___):
+    return -score
+
+
+@device
+def _exponential(exponent, e, _, experts):
+    power = exp32(exponent)  # outside of the choice, which then is no branch
+    return power if e < experts else f32(0)
+
+
+@device
+def _sigmoid(power, e, _, experts):
+    value = _inverse(power)
+    return value if e < experts else f32(0)
 
 
 @device
@@ -70,6 +94,15 @@ def _key(value, e, _, experts):
     bits = float_bits(value + f32(0))
     order = bits ^ ((bits >> 31) & _MAGNITUDE)
     return i64((i64(order) << 32) | (_LOW - i64(e))) if e < experts else i64(_LEAST)
+
+
+@device
+def _warp_max_key(key):
+    """Greatest key of the warp: its value, then the id among the lanes that have it."""
+    value = i32(key >> 32)
+    greatest = reduce_max_s32(value)
+    tail = reduce_max_u32(i32(key & _LOW) if value == greatest else i32(0))
+    return i64((i64(greatest) << 32) | (i64(tail) & _LOW))
 
 
 @device
@@ -87,7 +120,7 @@ def _greater(a, b):
     return max(a, b)
 
 
-def _each(count: int, function: Any) -> Any:
+def each(count: int, function: Any) -> Any:
     """(values, e, p, q) → function(value, its expert, p, q) of each value; the first's is e.
 
     Straight-line code: ``count``, a power of two, is halved until one value is left.
@@ -100,13 +133,13 @@ def _each(count: int, function: Any) -> Any:
 
         return one
     half = count // 2
-    part = _each(half, function)
+    part = each(half, function)
 
     @device
-    def each(values, e, p, q):
+    def all_of_them(values, e, p, q):
         return part(values[:half], e, p, q) + part(values[half:], i32(e + 32 * half), p, q)
 
-    return each
+    return all_of_them
 
 
 def _tree(count: int, combine: Any) -> Any:
@@ -128,6 +161,78 @@ def _tree(count: int, combine: Any) -> Any:
     return tree
 
 
+def row_route(count: int, load: Any) -> Any:
+    """By a warp: a row's choices and their weights, as ``moe_route`` says; ``load`` reads scores.
+
+    (row, active, scores, last, …): ``active`` is the row's number, ``scores`` the address of its
+    scores, ``last`` that of the shared expert's, or 0; the others are the kernel's own arguments.
+    """
+    scores_of, keys_of, remove = each(count, _score(load)), each(count, _key), each(count, _without)
+    shift, negate = each(count, _shifted), each(count, _negated)
+    exponentials, sigmoids = each(count, _exponential), each(count, _sigmoid)
+    add_bias = each(count, _biased)
+    greatest_of, sum_of, best_of = (_tree(count, f) for f in (maximum, _add, _greater))
+    nothing = (0,) * count
+
+    @device
+    def route(
+        row, active, scores, last, bias, ids, weights, experts, top_k, slots, use_sigmoid,
+        normalize, epsilon, scaling,
+    ):  # fmt: skip
+        lane = lane_id()
+        own = i32(-1)
+        weight = f32(0)
+        if active >= 0:
+            values = scores_of(nothing, lane, scores, experts)
+            shared = f32(0)
+            if last != 0:
+                shared = load(last)
+            greatest = warp_max(maximum(greatest_of(values), f32(_LOWEST)))
+            if use_sigmoid != 0:
+                values = negate(values, lane, greatest, experts)
+            else:
+                values = shift(values, lane, greatest, experts)
+            values = exponentials(values, lane, greatest, experts)
+            if use_sigmoid != 0:
+                values = sigmoids(values, lane, greatest, experts)
+            total = warp_sum(sum_of(values))
+            if bias != 0:
+                values = add_bias(values, lane, bias, experts)
+            keys = keys_of(values, lane, i32(0), experts)
+            order, j, step = i32(0), i32(0), i32(lanes() >> 5)
+            while j < top_k:
+                winner = _warp_max_key(best_of(keys))
+                keys = remove(keys, lane, winner, i32(0))
+                if lane == j:
+                    own, order = i32(_LOW - (winner & _LOW)), i32(winner >> 32)
+                j = i32(j + step)
+            weight = bits_float(i32(order ^ ((order >> 31) & _MAGNITUDE)))  # the key's value
+            if bias != 0:  # which the bias is part of
+                score = load(scores + max(own, i32(0)) * 4)
+                weight = exp32(-score if use_sigmoid != 0 else score - greatest)
+                if use_sigmoid != 0:
+                    weight = _inverse(weight)
+            if use_sigmoid == 0:
+                weight = divide(weight, total)
+            chosen = f32(0)
+            j = i32(0)
+            while j < top_k:
+                chosen += shuffle_f32(weight, j)
+                j = i32(j + step)
+            if normalize != 0:
+                weight = divide(weight, chosen + epsilon)
+            weight = weight * scaling
+            if slots > top_k and lane == top_k:
+                own, weight = experts, f32(1)
+                if last != 0:
+                    weight = _inverse(exp32(-shared))
+        if lane < slots:
+            store_b32(ids + (row * slots + lane) * 4, own)
+            store_f32(weights + (row * slots + lane) * 4, weight)
+
+    return route
+
+
 @kernel(
     "moe_route",
     args="ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 f32 f32 i64 i64",
@@ -143,11 +248,7 @@ def make_moe_route(count: int) -> Any:
     of padding is, gets ids −1 and weights 0. With ``normalize`` weights are divided by (their sum +
     epsilon); then they are multiplied by ``scaling``. Strides in bytes.
     """
-    scores_of, keys_of, remove = _each(count, _score), _each(count, _key), _each(count, _without)
-    softmax, sigmoids = _each(count, _softmax_value), _each(count, _sigmoid_value)
-    add_bias = _each(count, _biased)
-    greatest_of, sum_of, best_of = (_tree(count, f) for f in (maximum, _add, _greater))
-    nothing = (0,) * count
+    route = row_route(count, load_f32)
 
     def moe_route(
         scores, bias, shared, active, ids, weights, experts, top_k, slots, use_sigmoid, normalize,
@@ -155,43 +256,16 @@ def make_moe_route(count: int) -> Any:
     ):  # fmt: skip
         launch_dependents()
         wait_prerequisites()
-        lane, row = lane_id(), block_x()
-        own = i32(-1)
-        weight = f32(0)
+        row = block_x()
         is_active = i32(0)
         if active != 0:
             is_active = load_b32(active + row * 4)
-        if is_active >= 0:
-            source = scores + row * scores_stride
-            values = scores_of(nothing, lane, source, experts)
-            greatest = warp_max(maximum(greatest_of(values), f32(_LOWEST)))
-            if use_sigmoid != 0:
-                values = sigmoids(values, lane, greatest, experts)
-            else:
-                values = softmax(values, lane, greatest, experts)
-            total = warp_sum(sum_of(values))
-            if bias != 0:
-                values = add_bias(values, lane, bias, experts)
-            keys = keys_of(values, lane, i32(0), experts)
-            for j in range(top_k):
-                winner = warp_max_i64(best_of(keys))
-                keys = remove(keys, lane, winner, i32(0))
-                if lane == j:
-                    own = i32(_LOW - (winner & _LOW))
-            score = load_f32(source + max(own, i32(0)) * 4)
-            weight = sigmoid(score) if use_sigmoid != 0 else exp32(score - greatest) / total
-            chosen = f32(0)
-            for j in range(top_k):
-                chosen += shuffle_f32(weight, i32(j))
-            if normalize != 0:
-                weight = weight / (chosen + epsilon)
-            weight = weight * scaling
-            if slots > top_k and lane == top_k:
-                own, weight = experts, f32(1)
-                if shared != 0:
-                    weight = sigmoid(load_f32(shared + row * shared_stride))
-        if lane < slots:
-            store_b32(ids + (row * slots + lane) * 4, own)
-            store_f32(weights + (row * slots + lane) * 4, weight)
+        last = i64(0)
+        if shared != 0:
+            last = i64(shared + row * shared_stride)
+        route(
+            row, is_active, scores + row * scores_stride, last, bias, ids, weights, experts, top_k,
+            slots, use_sigmoid, normalize, epsilon, scaling,
+        )  # fmt: skip
 
     return moe_route

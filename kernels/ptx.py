@@ -13,6 +13,7 @@ import inspect
 from typing import Any
 
 from atlas_kernels._cuda import intrinsic, types
+from atlas_kernels.bytecode import mark_collective
 from llvmlite import ir
 
 LLVM = {
@@ -68,10 +69,10 @@ def instruction(
         result = builder.call(assembly, values, attrs=("convergent",) if collective else ())
         return _regroup(context, builder, signature.return_type, results, result)
 
-    return typed_intrinsic(signature, codegen)
+    return typed_intrinsic(signature, codegen, collective=collective)
 
 
-def typed_intrinsic(signature: Any, codegen: Any) -> Any:
+def typed_intrinsic(signature: Any, codegen: Any, *, collective: bool = True) -> Any:
     """An intrinsic with one signature; ``codegen(context, builder, signature, args)`` emits it."""
 
     def typing(typing_context: Any, *operands: Any) -> Any:
@@ -83,7 +84,8 @@ def typed_intrinsic(signature: Any, codegen: Any) -> Any:
     typing.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(name, positional) for name in names]
     )
-    return intrinsic(typing)
+    made = intrinsic(typing)
+    return mark_collective(made) if collective else made
 
 
 def flatten(builder: Any, argument_types: Any, args: Any) -> list[Any]:

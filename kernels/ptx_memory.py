@@ -59,9 +59,18 @@ store_b32x4_if = instruction(
 )
 """``store_b32x4`` if the third argument is not 0, without a branch."""
 
+load_l2_f32 = instruction("f", "l", "ld.global.cg.f32 $0, [$1];")
+load_l2_b32 = instruction("r", "l", "ld.global.cg.b32 $0, [$1];")
 load_l2_f32x2 = instruction("f2", "l", "ld.global.cg.v2.f32 {$0, $1}, [$2];")
 load_l2_f32x4 = instruction("f4", "l", "ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];")
-"""Past L1, which may hold a line from before another thread block wrote to it."""
+load_l2_b32x4_or_zero = instruction(
+    "r4",
+    "l r",
+    "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p ld.global.cg.v4.b32 {$0, $1, $2, $3}, [$4];"
+    " @!p mov.b32 $0, 0; @!p mov.b32 $1, 0; @!p mov.b32 $2, 0; @!p mov.b32 $3, 0; }",
+)
+"""Past L1, which may hold a line from before another thread block wrote to it; the last if its
+second argument is not 0, else zeros, without a branch."""
 fence_device = instruction("", "", "fence.acq_rel.gpu;")
 """Orders this thread's accesses before and after it for all threads of the device."""
 atomic_add_b32 = instruction("r", "l r", "atom.global.add.u32 $0, [$1], $2;")

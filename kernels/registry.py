@@ -41,6 +41,8 @@ MODULES = (
     "moe_grouped",
     "moe_grouped_wgmma",
     "moe_route",
+    "moe_router",
+    "moe_router_wgmma",
     "moe_sort",
     "mamba2_chunk",
     "mamba2_prefill",

@@ -228,6 +228,8 @@ def first_of(found, index):
 @device
 def next_skipped(edits, bans, skipped, rank):
     """How many banned ids lie below the allowed id of a rank, which has not fallen since."""
-    while skipped < bans and load_b32(edits + i64(skipped) * EDIT_BYTES) - skipped <= rank:
+    while skipped < bans:
+        if load_b32(edits + i64(skipped) * EDIT_BYTES) - skipped > rank:
+            break
         skipped = i32(skipped + 1)
     return skipped

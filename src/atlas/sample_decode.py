@@ -45,7 +45,7 @@ class SampleDecode(SourceDecode):
 
     def choosers(self) -> list[tuple[Generation, int]]:
         """Samples that choose a token after this sweep, each with its window's place."""
-        started = len(self._seqs) == len(self._samples)
+        started = self._has_started
         return [
             (generation, i if started else 0)
             for i, generation in enumerate(self._samples)
@@ -54,22 +54,17 @@ class SampleDecode(SourceDecode):
 
     def advance(self) -> None:
         """Every sample that goes on gets its next input: a token to run again, or its last."""
-        if len(self._seqs) < len(self._samples):
-            first = self._seqs[0]
-            self._seqs += [self._core.share_sequence(first) for _ in self._samples[1:]]
-        going = []
-        for i, generation in enumerate(self._samples):
-            if generation.finished:
-                self._seqs[i].native.release()
-            else:
-                going.append(i)
-        self._inputs = [
-            np.array([self._replayed[i].pop(0) if self._replayed[i] else self._last(i)], np.int32)
+        going = [i for i, generation in enumerate(self._samples) if not generation.finished]
+        parents = going if self._has_started else [0] * len(going)
+        tokens = [
+            self._replayed[i].pop(0) if self._replayed[i] else self._samples[i].last_token
             for i in going
         ]
-        self._seqs = [self._seqs[i] for i in going]
+        self.rows.go_on(np.array(parents, np.int32), np.array(tokens, np.int32))
         self._samples = [self._samples[i] for i in going]
         self._replayed = [self._replayed[i] for i in going]
 
-    def _last(self, i: int) -> int:
-        return self._samples[i].last_token
+    @property
+    def _has_started(self) -> bool:
+        """Whether each sample has a sequence of its own."""
+        return len(self.rows) == len(self._samples)

@@ -12,20 +12,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from atlas._native.beam_search import BeamSearch
 from atlas.errors import AtlasError, KvExhausted, NonFiniteLogitsError
 from atlas.generation import Generation
 from atlas.interrupts import interrupts_deferred
 from atlas.live_request import LiveRequest
 from atlas.loop import Gauges
 from atlas.metrics import Recorder
-from atlas.model.batch import Window
-from atlas.model.beam_decode import BeamDecode, candidates, most_blocks
-from atlas.model.beam_search import BeamSearch, Floats, Ints
-from atlas.model.source_decode import commit, sweep
+from atlas.model.beam_decode import BeamDecode, advance, candidates, most_blocks
+from atlas.model.core import Ints
+from atlas.model.source_decode import blocks_needed, commit, reserve, sweep
 from atlas.model.translator_core import TranslatorCore
 from atlas.request import Delta
 from atlas.sample_decode import SampleDecode
@@ -33,35 +32,7 @@ from atlas.sampler import Sampled
 from atlas.sampling_table import Draw
 from atlas.scheduling import SchedulingOptions
 from atlas.translation_request import TranslationRequest, joined
-
-Decode = BeamDecode | SampleDecode
-Choice = tuple[Generation, Sampled | AtlasError]
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """A request whose source is encoded."""
-
-    request: TranslationRequest
-    decode: Decode
-    rank: tuple[int, int]  # priority, then order of arrival: who is preempted last
-
-
-@dataclass(slots=True)
-class Sweep:
-    """What a step has to settle once its rows have run."""
-
-    beams: list[Running] = field(default_factory=list)
-    samplers: list[Running] = field(default_factory=list)
-    windows: list[Window] = field(default_factory=list)
-    drawn: frozenset[int] = frozenset()  # rows of the arena whose tokens the device draws
-    found: list[tuple[Ints, Floats]] = field(default_factory=list)  # of each search
-    choices: list[list[Choice]] = field(default_factory=list)  # of each sampler
-
-    @property
-    def running(self) -> list[Running]:
-        """All of them, in the order of their rows."""
-        return self.beams + self.samplers
+from atlas.translation_sweep import Choice, Decode, Running, Sweep
 
 
 class TranslationLoop:
@@ -153,6 +124,7 @@ class TranslationLoop:
         with interrupts_deferred():  # blocks that nobody knows of would never come back
             self._admit()
             self._make_room()
+            self._reserve()
         if self._running:
             self._sweep()
         self.num_steps += 1
@@ -172,8 +144,7 @@ class TranslationLoop:
         if not self._waiting or (self._is_short and self._running):
             return
         rows = self._max_rows - sum(entry.request.num_rows for entry in self._running)
-        blocks = self.core.blocks.num_free
-        blocks -= sum(entry.decode.blocks_needed() for entry in self._running)
+        blocks = self.core.blocks.num_free - self._blocks_needed()
         tokens = self._encode_tokens if self._running else self.core.limits.max_rows
         chosen: list[tuple[int, int, TranslationRequest]] = []
         for entry in sorted(self._waiting, key=self._rank):
@@ -218,7 +189,7 @@ class TranslationLoop:
         for (priority, order, request), source in zip(chosen, sources, strict=True):
             if request.beam is not None:
                 search = _search(self.core, request)
-                decode: Decode = BeamDecode(self.core, source, search)
+                decode: Decode = BeamDecode(self.core, source, request.first_tokens, search)
             else:
                 going = [g for g in request.generations if not g.finished]
                 decode = SampleDecode(self.core, source, request.first_tokens, going)
@@ -235,8 +206,10 @@ class TranslationLoop:
                 self._preempt(max(self._running, key=lambda entry: entry.rank))
 
     def _missing(self) -> bool:
-        needed = sum(entry.decode.blocks_needed() for entry in self._running)
-        return needed > self.core.blocks.num_free
+        return self._blocks_needed() > self.core.blocks.num_free
+
+    def _blocks_needed(self) -> int:
+        return blocks_needed([entry.decode for entry in self._running])
 
     def _preempt(self, running: Running) -> None:
         """Let a request wait again; it is computed anew, with the same result."""
@@ -244,6 +217,18 @@ class TranslationLoop:
         self._is_short = True
         self._waiting.append((*running.rank, running.request))
         self._num_preemptions += 1
+
+    def _reserve(self) -> None:
+        """Take the blocks of the next sweep; a step that is not taken finds them taken."""
+        if self._running:
+            try:
+                reserve(self.core, [entry.decode for entry in self._running])
+            except AtlasError as error:
+                self._cancel_running(error)
+
+    def _cancel_running(self, error: AtlasError) -> None:
+        for entry in list(self._running):
+            self.cancel(entry.request, error)
 
     # -- rows ---------------------------------------------------------------------------------
 
@@ -253,34 +238,30 @@ class TranslationLoop:
         Until the last part nothing has moved: a user's code that raises, or an interrupt, leaves
         the step as if it had not been taken.
         """
-        now = Sweep(
-            [entry for entry in self._running if isinstance(entry.decode, BeamDecode)],
-            [entry for entry in self._running if isinstance(entry.decode, SampleDecode)],
-        )
-        now.windows = [window for entry in now.running for window in entry.decode.windows()]
+        now = Sweep.of(self._running)
+        decodes = now.decodes
         try:
-            draws = self._draws(now) if self.core.runtime.samples else []
+            draws = self._draws(now) if now.samplers and self.core.runtime.samples else []
             now.drawn = frozenset(draw.logits_row for draw in draws)
-            sweep(self.core, now.windows, draws)
-            searches = [e.decode for e in now.beams if isinstance(e.decode, BeamDecode)]
-            now.found = candidates(self.core, searches) if searches else []
-            now.choices = self._choices(now)
+            sweep(self.core, decodes, draws)
+            if now.beams:
+                now.found = candidates(self.core, now.searches)
+            if now.samplers:
+                now.choices = self._choices(now)
         except AtlasError as error:
-            for entry in now.running:
-                self.cancel(entry.request, error)
+            self._cancel_running(error)
             return
         with interrupts_deferred():
-            commit(self.core, now.windows)
+            commit(decodes)
             self._settle(now)
 
     def _choosers(self, now: Sweep) -> list[list[tuple[Generation, int]]]:
         """Each sampler's samples that choose a token in this sweep, with their arena rows."""
-        row = sum(entry.decode.num_rows for entry in now.beams)
+        row = sum(decode.num_rows for _, decode in now.beams)
         found = []
-        for entry in now.samplers:
-            assert isinstance(entry.decode, SampleDecode)
-            found.append([(generation, row + i) for generation, i in entry.decode.choosers()])
-            row += entry.decode.num_rows
+        for _, decode in now.samplers:
+            found.append([(generation, row + i) for generation, i in decode.choosers()])
+            row += decode.num_rows
         return found
 
     def _draws(self, now: Sweep) -> list[Draw]:
@@ -297,8 +278,8 @@ class TranslationLoop:
 
     def _choices(self, now: Sweep) -> list[list[Choice]]:
         """The token of each sample that chooses one, or the error that ends it."""
-        first = sum(entry.decode.num_rows for entry in now.beams)
-        greedy = self._greedy(first, sum(entry.decode.num_rows for entry in now.samplers))
+        first = sum(decode.num_rows for _, decode in now.beams)
+        greedy = self._greedy(first, sum(decode.num_rows for _, decode in now.samplers))
         return [
             [
                 (generation, self._choose(generation, row, int(greedy[row]), row in now.drawn))
@@ -320,34 +301,32 @@ class TranslationLoop:
     def _greedy(self, first: int, count: int) -> Ints:
         """Greedy or drawn token by arena row, of rows ``first`` on."""
         out = np.full(first + count, -1, np.int32)
-        if count:
-            out[first:] = self.core.runtime.greedy(self.core.buffers, first, count)
+        out[first:] = self.core.runtime.greedy(self.core.buffers, first, count)
         return out
 
     def _settle(self, now: Sweep) -> None:
         """Keep candidates and tokens, then tell the clients."""
         clock = time.perf_counter()
-        for entry, (ids, log_probs) in zip(now.beams, now.found, strict=True):
-            self._settle_beams(entry, ids, log_probs, clock)
-        for entry, choices in zip(now.samplers, now.choices, strict=True):
-            self._settle_samples(entry, choices, clock)
+        if now.found is not None:
+            failed = dict(advance(now.searches, *now.found))
+            for i, (entry, decode) in enumerate(now.beams):
+                if i in failed:
+                    self.cancel(entry.request, failed[i])
+                elif decode.search.done or decode.search.num_beams == 1:
+                    self._settle_beams(entry, decode, clock)
+        for (entry, samples), choices in zip(now.samplers, now.choices, strict=True):
+            self._settle_samples(entry, samples, choices, clock)
 
-    def _settle_beams(self, entry: Running, ids: Ints, log_probs: Floats, clock: float) -> None:
-        request, decode = entry.request, entry.decode
-        assert isinstance(decode, BeamDecode)
-        try:
-            decode.advance(ids, log_probs)
-        except AtlasError as error:  # its row is not finite
-            self.cancel(request, error)
-            return
-        search = decode.search
+    def _settle_beams(self, entry: Running, decode: BeamDecode, clock: float) -> None:
+        """Tell of a search that has ended, or streams."""
+        request, search = entry.request, decode.search
         if search.num_beams == 1:
-            self._stream(request, search, clock)
+            self._stream(request, decode, clock)
         if not search.done:
             return
         self._drop(entry)
         if search.num_beams > 1:
-            hypotheses = search.best(len(request.generations))
+            hypotheses = decode.best(len(request.generations))
             deltas = [request.take(i, found) for i, found in enumerate(hypotheses)]
             for generation in request.generations[len(hypotheses) :]:
                 deltas.append(
@@ -356,13 +335,13 @@ class TranslationLoop:
             self.recorder.result(request, request.num_tokens, clock)
             self._report(request, list(enumerate(deltas)), clock)
 
-    def _stream(self, request: TranslationRequest, search: BeamSearch, clock: float) -> None:
+    def _stream(self, request: TranslationRequest, decode: BeamDecode, clock: float) -> None:
         """Give out what a search of one beam has chosen and its generation lacks."""
-        generation = request.generations[0]
+        generation, search = request.generations[0], decode.search
         chosen = search.chosen()
         new = chosen[generation.num_tokens :]  # empty while a preempted one catches up
         if search.done:
-            generation.score = search.best(1)[0].score
+            generation.score = decode.best(1)[0].score
         deltas = []
         for token in new:
             deltas.append(generation.push(Sampled(token)))
@@ -373,9 +352,10 @@ class TranslationLoop:
         if deltas:
             self._report(request, [(0, joined(deltas))], clock)
 
-    def _settle_samples(self, entry: Running, choices: list[Choice], clock: float) -> None:
-        request, decode = entry.request, entry.decode
-        assert isinstance(decode, SampleDecode)
+    def _settle_samples(
+        self, entry: Running, decode: SampleDecode, choices: list[Choice], clock: float
+    ) -> None:
+        request = entry.request
         deltas: list[tuple[int, Delta]] = []
         for generation, sampled in choices:
             if isinstance(sampled, AtlasError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from atlas.live_request import LiveRequest
 from atlas.model.records import BeamHypothesis
 from atlas.request import Completion, Delta
@@ -49,11 +51,16 @@ class TranslationRequest(LiveRequest):
     def take(self, index: int, hypothesis: BeamHypothesis) -> Delta:
         """Keep a whole hypothesis as a generation; what the generation gives out."""
         generation = self.generations[index]
+        assert generation.is_predictable
         generation.score = hypothesis.score
-        deltas = [generation.push(Sampled(token)) for token in hypothesis.token_ids]
+        *before, last = hypothesis.token_ids or (None,)
+        if last is not None:  # which alone can end it
+            generation.take(np.array(before, np.int32))
+            generation.push(Sampled(last))
         if not generation.finished:  # it ended because nothing may follow
-            deltas.append(generation.cut())
-        return joined(deltas)
+            generation.cut()
+        whole = generation.sample()
+        return Delta(whole.text, whole.token_ids, (), whole.finish_reason, whole.stop_reason)
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from atlas.capi.config_command import package_folder, values
+from tests.conftest import ON_CUDA
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "c"
@@ -46,13 +48,17 @@ def build(source: Path, program: Path, *options: str, linked: bool = True) -> Pa
     return program
 
 
+_GPU_VARIABLES = ("ATLAS_DEVICE", "LD_LIBRARY_PATH")
+
+
 def run(
     *command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None, text: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program with nothing but ``env`` in its environment."""
+    """Run a program with nothing but ``env`` in its environment, and on a GPU what finds it."""
+    found = {name: os.environ[name] for name in _GPU_VARIABLES if name in os.environ}
     return subprocess.run(
         [str(part) for part in command],
-        env=env or {},
+        env=(found if ON_CUDA else {}) | (env or {}),
         cwd=cwd,
         input=text,
         capture_output=True,

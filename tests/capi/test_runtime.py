@@ -254,9 +254,11 @@ def test_a_subinterpreter_is_refused() -> None:
         interpreters.run_string(interpreters.create(), code)
         """
     )
-    assert done.returncode == 0, done.stderr
     if done.stdout.startswith("refused"):
         pytest.skip("this Python has no module to make sub-interpreters with")
+    if "does not support loading in subinterpreters" in done.stderr:
+        pytest.skip("this Python's ctypes cannot be loaded in a sub-interpreter")
+    assert done.returncode == 0, done.stderr
     message = "this is a sub-interpreter; Atlas runs in the main interpreter only"
     assert done.stdout.splitlines() == [f"100 {message}"] * 2 + ["0"] + [f"0 {message}"] * 2
 

@@ -337,7 +337,8 @@ def test_what_an_engine_tells(loaded: Any, engine: Engine) -> None:
     about = json.loads(read_text("engine_describe", loaded))
     assert about["model"] == engine.describe()["model"]
     has = ffi.new("int32_t *")
-    for name, expected in (("speculative.verify", 1), ("device.cuda", 0), ("vision", 0)):
+    on_cuda = int(engine.options.device == "cuda")
+    for name, expected in (("speculative.verify", 1), ("device.cuda", on_cuda), ("vision", 0)):
         call("engine_has", loaded, name.encode(), has)
         assert has[0] == expected
     assert lib.atlas_has(b"speculative.verify") == 1
@@ -346,7 +347,7 @@ def test_what_an_engine_tells(loaded: Any, engine: Engine) -> None:
     assert "did you mean 'speculative.verify'?" in message
 
 
-def test_what_is_missing_is_a_capability_error(loaded: Any, sequence: Any) -> None:
+def test_what_is_missing_is_a_capability_error(loaded: Any, sequence: Any, engine: Engine) -> None:
     """Each says which query tells beforehand; where it has landed, the query is 1."""
     call("sequence_prefill", sequence, ids([3, 4]), 2, 2, ffi.NULL)
     out = ffi.new("atlas_sequence **")
@@ -355,8 +356,17 @@ def test_what_is_missing_is_a_capability_error(loaded: Any, sequence: Any) -> No
             call("sequence_fork", sequence, out)
         assert out[0] == ffi.NULL
     logits = make("logits", "sequence_decode", sequence, 5)
-    with pytest.raises(CallError, match=r"CAPABILITY: .*CPU"):
-        call("logits_get_device_rows", logits, struct("device_rows"))
+    rows = struct("device_rows")
+    if engine.options.device == "cpu":
+        with pytest.raises(CallError, match=r"CAPABILITY: .*CPU"):
+            call("logits_get_device_rows", logits, rows)
+        call("logits_free", logits)
+        return
+    call("logits_get_device_rows", logits, rows)
+    assert rows.pointer != ffi.NULL
+    assert rows.stream != ffi.NULL
+    assert rows.row_stride >= engine.model.config.vocab_size
+    assert rows.element_bytes in (2, 4)
     call("logits_free", logits)
 
 

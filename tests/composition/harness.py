@@ -7,6 +7,7 @@ takes any set of them, and whatever the set, the request must give what :func:`p
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -181,13 +182,25 @@ class Run:
     def spoil(self, blocks: list[int]) -> None:
         """Fill blocks, and slots that are free, with what must never be read."""
         core = self.engine._loop.core
+        spoil = functools.partial(self._spoil, core.runtime)
         for pool in (*core.pools.keys, *core.pools.values):
-            pool[blocks] = np.nan
+            spoil(pool, blocks)
         if core.states is not None:
             running = core.states.running
             free = [slot for slot in range(running.num_total) if running.owner(slot) == -1]
             for pool in (*core.states.pools.states, *core.states.pools.tails):
-                pool[free + core.states.snapshots._free] = np.nan
+                spoil(pool, free + core.states.snapshots._free)
+
+    @staticmethod
+    def _spoil(runtime: Any, pool: Any, places: list[int]) -> None:
+        """NaN into elements of a pool, which may lie in device memory."""
+        if isinstance(pool, np.ndarray):
+            pool[places] = np.nan
+            return
+        runtime.device.enter()
+        for place in places:  # all bits set are NaN in every type
+            runtime.device.fill(pool[place].address, pool[place].nbytes, 0xFF)
+        runtime.device.synchronize()
 
 
 def assert_balanced(engine: Engine) -> None:

@@ -10,6 +10,7 @@ import pytest
 from atlas import Engine, SamplingParams
 from atlas._native.plan import EntryKind
 from tests.composition.harness import BLOCK_SIZE, Recorder, assert_balanced
+from tests.conftest import ON_CUDA
 
 PARAMS = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.8, seed=2)
 HISTORY = [3 + (11 * i) % 190 for i in range(70)]
@@ -18,6 +19,8 @@ QUESTION = [4 + (7 * i) % 180 for i in range(21)]
 
 @pytest.fixture(params=[True, False], ids=["reuse", "no-reuse"])
 def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
+    if request.param and ON_CUDA:
+        pytest.skip("on a GPU keys of generated tokens differ from a prompt's in their last bits")
     with Engine(folder, threads=1, quiet=True, reuse_generated=request.param) as engine:
         yield engine
         assert_balanced(engine)

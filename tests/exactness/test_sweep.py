@@ -25,6 +25,7 @@ WEIGHT_ARGUMENTS = {
     "linear": (2,),
     "linear_add": (2,),
     "linear_gated": (2,),
+    "moe_router": (4,),
     "rmsnorm_linear": (4,),
     "rmsnorm_linear_gated": (4,),
     "moe_experts": (2, 3),

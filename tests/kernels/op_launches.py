@@ -36,6 +36,7 @@ _FLOAT32 = {
     "prepare_heads": {"q_norm", "k_norm", "rope_table"},
     "attention_step": {"q_norm", "k_norm", "rope_table"},
     "moe_route": {"scores", "weights", "bias"},
+    "moe_router": {"norm", "scores", "weights", "bias"},
     "gated_rmsnorm": {"x", "weight"},
     "causal_conv_step": {"weight", "bias", "tails", "out"},
     "causal_conv_prefill": {"weight", "bias", "tails", "out"},
@@ -57,6 +58,7 @@ _OLDER = {
     },
     "cross_attention": {"source_tables", "cu_rows", "source_lens", "k_pool", "v_pool"},
     "layernorm": {"weight", "bias"},
+    "moe_router": {"norm", "slots"},
     "rmsnorm_linear": {"norm"},
     "rmsnorm_linear_gated": {"norm"},
 }  # fmt: skip

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from atlas_kernels.attention_plan import HELD_DIMS, step_variant
 
 from tests.kernels.launches import Bench, Buffer, rounded
 
@@ -37,6 +38,8 @@ LAYERS = [
     Layer(((33, 1),), 3, 1, 96, 24, softcap=20.0),
     Layer(((506, 8), (7, 0)), 8, 2, 128, 64, is_normed=False),
     Layer(((511, 2),), 2, 1, 256, 128),
+    Layer(((13, 4),), 2, 2, 128, 24),
+    Layer(((29, 6),), 1, 1, 128, 48, is_normed=False),
 ]
 
 
@@ -119,7 +122,7 @@ class Given:
         bench.run(f"attention_decode_d{layer.dim}_r{tile}", (groups, workers), args)
         return bench.get(out), [bench.get(pool) for pool in pools]
 
-    def fused(self, tile: int, workers: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    def fused(self, tile: int, workers: int, form: str) -> tuple[np.ndarray, list[np.ndarray]]:
         """One kernel: out, pools; q, k and v must stay as they are."""
         layer, bench, pools = self.layer, self.bench, self.pools()
         for pool in pools:
@@ -133,7 +136,7 @@ class Given:
         args += [layer.most, self.room, layer.window, self.tables.shape[1]]
         args += [qkv.stride] * 3 + [out.stride]
         args += [np.float32(layer.dim**-0.5), np.float32(layer.softcap), EPS]
-        bench.run(f"attention_step_d{layer.dim}_r{tile}", (groups, workers), args)
+        bench.run(f"attention_step_d{layer.dim}_r{tile}{form}", (groups, workers), args)
         np.testing.assert_array_equal(bench.get(qkv), self.qkv)
         return bench.get(out), [bench.get(pool) for pool in pools]
 
@@ -149,8 +152,20 @@ def test_one_kernel_has_the_bits_of_two(bench: Bench, layer: Layer, workers: int
     given = Given(bench, layer)
     tile = 32 if layer.most > 4 else 16
     out, pools = given.apart(16, workers)
-    got, got_pools = given.fused(tile, workers)
-    assert np.isfinite(got).all()
-    np.testing.assert_array_equal(got, out)
-    for pool, want in zip(got_pools, pools, strict=True):
-        np.testing.assert_array_equal(pool, want)
+    forms = ["", "_held"] if tile == 16 and layer.dim in HELD_DIMS else [""]
+    for form in forms:
+        got, got_pools = given.fused(tile, workers, form)
+        assert np.isfinite(got).all()
+        np.testing.assert_array_equal(got, out)
+        for pool, want in zip(got_pools, pools, strict=True):
+            np.testing.assert_array_equal(pool, want)
+
+
+def test_few_thread_blocks_hold_keys_in_registers() -> None:
+    def chosen(dim: int, tile: int, columns: int, arch: str = "sm_90a") -> str:
+        return step_variant(dim, tile, columns, arch=arch, num_sms=132)
+
+    assert chosen(128, 16, 8) == chosen(128, 16, 64) == "d128_r16_held"
+    assert chosen(128, 16, 128) == chosen(128, 16, 8, "sm_80") == "d128_r16"
+    assert chosen(128, 32, 8) == "d128_r32"
+    assert chosen(256, 16, 2) == "d256_r16"

@@ -276,7 +276,7 @@ def test_gates(hopper: Bench, source: str, has_bias: bool) -> None:
 def test_bias_and_residual(hopper: Bench) -> None:
     weights = Weights(hopper, "q4_1", 72, 160)
     x, bias, residual = weights.rows(6), _normal(1, 72), rounded(_normal(6, 72), "bf16")
-    want = rounded((weights.plain(x) + bias) + residual, "bf16")
+    want = rounded(rounded(weights.plain(x) + bias, "bf16") + residual, "bf16")
     for run in (
         lambda **o: weights.wgmma("narrow", x, **o),
         lambda **o: weights.mma("plain", x, **o),

@@ -26,16 +26,19 @@ ROUNDED_INSIDE = {
     "attention_prefill": 4e-3,
     "attention_step": 4e-3,
     "prepare_heads": 4e-3,
+    "linear_add": 4e-3,
     "linear_gated": 1e-2,
     "rmsnorm_linear": 1e-2,
     "rmsnorm_linear_gated": 2e-2,
     "moe_experts": 2e-2,
+    "moe_router": 1e-2,
     "gated_delta_prefill": 2e-2,
     "mamba2_prefill": 2e-2,
 }
 REFUSED = (
     "K20", "K7", "83", "gelu", "relu_squared", "sections", "softmax-E16", "G3of8", "G1of3",
     "K64-V128", "K128-V64", "K16-V80", "H4-G2", "H3-G1-P20", "H6-G6", "T3-H3-strided",
+    "D107", "D224",
 )  # fmt: skip
 """Parts of the names of cases that no kernel takes."""
 """Ops that round to bf16 on the way: weights of attention, gate and up; of the greatest result."""

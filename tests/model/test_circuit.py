@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from functools import wraps
 from typing import Any
@@ -70,6 +71,28 @@ def test_an_op_may_launch_on_the_queue(loaded: LoadedModel) -> None:
     assert recorded
     logits_of(loaded)
     assert len(calls) == recorded  # the second time the lists were there
+
+
+@pytest.mark.contract("circuit.set_forward")
+@pytest.mark.parametrize(
+    ("name", "times"), [("rmsnorm", 7), ("linear", 6), ("moe_route", 2), ("moe_router", 2)]
+)
+def test_an_op_of_one_s_own_runs_where_another_stands_for_it(name: str, times: int) -> None:
+    """``moe_router`` is the other three; the model has three layers, two of them with experts."""
+    from atlas.backends.cpu import linear, moe, norm
+
+    module, calls = {"rmsnorm": norm, "linear": linear}.get(name, moe), []
+
+    def counted(queue: Any, *args: Any, **kwargs: Any) -> None:
+        calls.append(name)
+        getattr(module, name)(queue, *args, **kwargs)
+
+    counted.__signature__ = inspect.signature(getattr(module, name))  # type: ignore[attr-defined]
+    with random_model("moe") as loaded:
+        before = logits_of(loaded)
+        circuit_of(loaded).set_forward(ForwardSelection(ops={name: counted}))
+        np.testing.assert_array_equal(logits_of(loaded), before)
+    assert len(calls) == 2 * times  # two kinds of step were recorded
 
 
 @pytest.mark.contract("circuit.set_forward")

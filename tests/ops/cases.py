@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from atlas.layers.rope import no_rotation
-from atlas.ops.blocks import FORMATS, HostMatrix, quantize
+from atlas.ops.blocks import FORMATS, HostMatrix, dequantize, quantize
 
 
 @dataclass
@@ -627,6 +627,42 @@ def _routed_padding() -> Iterator[Case]:
         written = {"ids": ids, "weights": weights}
         args = (scores, True, scoring, None, 1.5, 1, 1, None, slots)
         yield Case(f"{scoring}-padding", args, dict(written), written)
+
+
+def moe_router() -> Iterator[Case]:
+    for n, (format, dim, experts, rows, scoring) in enumerate(
+        [
+            ("bf16", 128, 9, 1, "softmax"),
+            ("f32", 384, 12, 3, "sigmoid"),
+            ("bf16", 256, 16, 8, "softmax"),
+            ("q8_0", 256, 16, 5, "softmax"),
+            ("bf16", 256, 10, 9, "sigmoid"),
+        ]
+    ):
+        yield _router_case(_rng(25, n), format, dim, experts, rows, scoring)
+
+
+def _router_case(
+    rng: np.random.Generator, format: str, dim: int, experts: int, rows: int, scoring: str
+) -> Case:
+    """Choices so far apart that rounding changes none; a row of padding where there are three."""
+    router, top_k = random_matrix(rng, format, experts, dim), 3
+    bias = _normal(rng, experts) / 4 if scoring == "sigmoid" else None
+    x, norm = _normal(rng, rows, dim), (1 + _normal(rng, dim) / 4) * 2 / np.float32(dim**0.5)
+    slots = np.arange(rows, dtype=np.int32)
+    slots[2:3] = -1
+    for row in range(rows):
+        while True:
+            weights = dequantize(router)
+            scores = weights @ (x[row] / np.sqrt(np.square(x[row]).mean()) * norm)
+            choice = scores if bias is None else 1 / (1 + np.exp(-scores)) + bias
+            if np.diff(np.sort(choice)[-top_k - 1 :]).min() > (0.02 if bias is not None else 0.06):
+                break
+            x[row] = _normal(rng, dim)
+    written = {"normed": _nan(rows, dim), "scores": _nan(rows, experts)}
+    written |= {"ids": np.full((rows, top_k), 9, np.int32), "weights": _nan(rows, top_k)}
+    args = (x, norm, 1e-6, router, experts, True, scoring, bias, 1.5, 1, 1, slots)
+    return Case(f"{format}-D{dim}-E{experts}-T{rows}-{scoring}", args, dict(written), written, 2e-5)
 
 
 def moe_experts() -> Iterator[Case]:

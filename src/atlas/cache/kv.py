@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,14 +57,18 @@ class KvPools:
         for pool, part in zip(self._pools(), parts, strict=True):
             pool[blocks[: len(part)]] = part
 
-    def copies_together(self) -> AbstractContextManager[None]:
-        """A backend may put off the copies of the body to its end; this one copies at once."""
-        return nullcontext()
-
     def copy_block(self, source: int, target: int) -> None:
         """Copy on write: one block, all layers."""
-        for pool in self._pools():
-            pool[target] = pool[source]
+        self.copy_blocks(np.array([[source, target]], np.int32))
+
+    def copy_blocks(self, pairs: NDArray[np.int32]) -> None:
+        """Copy blocks, int32 [n, 2]: the first of each pair into the second.
+
+        No block may be written, or copied, twice, or both.
+        """
+        for source, target in pairs.tolist():
+            for pool in self._pools():
+                pool[target] = pool[source]
 
     def _pools(self) -> Iterator[Array]:
         for layer in zip(self.keys, self.values, strict=True):

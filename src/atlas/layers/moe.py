@@ -46,8 +46,8 @@ class Latent:
 class Moe:
     """Route each row to its experts; add their weighted outputs in top-k order.
 
-    ``gate_up`` holds [gate; up] of each expert in turn (up alone with ReLU²), ``down`` each
-    expert's down projection: packed matrices with one group per expert.
+    ``router`` is one matrix. ``gate_up`` holds [gate; up] of each expert in turn (up alone with
+    ReLU²), ``down`` each expert's down projection: packed matrices with one group per expert.
     """
 
     norm: Array
@@ -63,22 +63,24 @@ class Moe:
 
     def forward(self, ops: Any, step: StepBuffers) -> None:
         """Add the block's output to ``step.hidden``."""
-        ops.rmsnorm(step.hidden, self.norm, self.norm_eps, out=step.normed)
-        self.router.forward(ops, step.normed, step.router)
-        ids, weights, sizes = step.expert_ids, step.expert_weights, self.sizes
-        joins = self.shared is not None and self.shared.joins
-        ops.moe_route(
-            step.router[:, : sizes.num_experts],
+        sizes = self.sizes
+        ops.moe_router(
+            step.hidden,
+            self.norm,
+            self.norm_eps,
+            self.router.matrices[0],
+            sizes.num_experts,
             sizes.normalize_top_k,
             sizes.scoring,
             self.router_bias,
             sizes.scale,
             sizes.num_groups,
             sizes.top_groups,
-            step.router[:, sizes.num_experts : sizes.num_experts + 1] if joins else None,
             step.slots,  # rows of padding read no experts
-            ids=ids,
-            weights=weights,
+            normed=step.normed,
+            scores=step.router,
+            ids=step.expert_ids,
+            weights=step.expert_weights,
         )
         if self.latent is None:
             self._experts(ops, step, step.normed, step.hidden)
@@ -87,7 +89,7 @@ class Moe:
             ops.zero(out=step.latent_sum)
             self._experts(ops, step, step.latent, step.latent_sum)
             self.latent.outward.add_to(ops, step.latent_sum, step.hidden)
-        if self.shared is not None and not joins:
+        if self.shared is not None and not self.shared.joins:
             self.shared.add_to(ops, self.activation, step)
 
     def _experts(self, ops: Any, step: StepBuffers, x: Array, out: Array) -> None:

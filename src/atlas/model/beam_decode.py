@@ -6,18 +6,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from atlas.errors import InvalidArgumentError, KvExhausted
+from atlas._native import beam_search as native
+from atlas._native.beam_search import BeamSearch
+from atlas.errors import AtlasError, InvalidArgumentError, KvExhausted
 from atlas.interrupts import interrupts_deferred
-from atlas.model.beam_search import BeamSearch, Continuation
 from atlas.model.records import MAX_BEAMS, BeamHypothesis, BeamRequest
-from atlas.model.source_decode import SourceDecode, commit, sweep
+from atlas.model.source_decode import SourceDecode, commit, reserve, sweep
 
 if TYPE_CHECKING:
     from atlas.model.core import Ints
     from atlas.model.encoded_source import EncodedSource
-    from atlas.model.sequence import SequenceState
     from atlas.model.translator_core import Floats, TranslatorCore
 
 
@@ -33,42 +31,47 @@ class BeamDecode(SourceDecode):
     core : TranslatorCore
     source : EncodedSource
         Released with the beams.
+    first_tokens : sequence of int
+        Start token and language tag.
     search : BeamSearch
         A new one.
     """
 
-    def __init__(self, core: TranslatorCore, source: EncodedSource, search: BeamSearch) -> None:
-        super().__init__(core, source, search.running[0].token_ids)
+    def __init__(
+        self,
+        core: TranslatorCore,
+        source: EncodedSource,
+        first_tokens: Sequence[int],
+        search: BeamSearch,
+    ) -> None:
+        super().__init__(core, source, first_tokens)
         self.search = search
 
-    def advance(self, ids: Ints, log_probs: Floats) -> None:
-        """Take the sweep's candidates, [beams, k]; the beams that go on are reordered."""
-        k = self.search.num_candidates
-        going = self.search.step(ids[:, :k], log_probs[:, :k])
-        self._seqs = self._reorder(going)
-        self._inputs = [np.array([token], np.int32) for _, token in going]
-
-    def _reorder(self, going: Sequence[Continuation]) -> list[SequenceState]:
-        """A parent's first child takes its sequence over, the others share its blocks."""
-        taken: set[int] = set()
-        seqs: list[SequenceState] = []
-        for parent, _ in going:
-            seq = self._seqs[parent]
-            seqs.append(self._core.share_sequence(seq) if parent in taken else seq)
-            taken.add(parent)
-        for i, seq in enumerate(self._seqs):
-            if i not in taken:
-                seq.native.release()
-        return seqs
+    def best(self, count: int) -> list[BeamHypothesis]:
+        """The best of the ended hypotheses, without start token and language tag."""
+        return [BeamHypothesis(tokens, score) for tokens, score in self.search.best(count)]
 
 
-def candidates(core: TranslatorCore, decodes: Sequence[BeamDecode]) -> list[tuple[Ints, Floats]]:
-    """Each search's candidates in the arena's first rows: those of ``decodes``, in their order."""
-    bans = [row for decode in decodes for row in decode.search.bans()]
-    k = max(decode.search.num_candidates for decode in decodes)
-    ids, log_probs = core.top_candidates(len(bans), k, bans)
-    ends = np.cumsum([decode.num_rows for decode in decodes])[:-1]
-    return list(zip(np.split(ids, ends), np.split(log_probs, ends), strict=True))
+def candidates(core: TranslatorCore, decodes: Sequence[BeamDecode]) -> tuple[Ints, Floats]:
+    """Every search's candidates in the arena's first rows: those of ``decodes``, in their order."""
+    searches = [decode.search for decode in decodes]
+    k = max(search.num_candidates for search in searches)
+    banned, cu_banned = native.bans(searches)
+    return core.top_candidates(len(cu_banned) - 1, k, banned, cu_banned)
+
+
+def advance(
+    decodes: Sequence[BeamDecode], ids: Ints, log_probs: Floats
+) -> list[tuple[int, AtlasError]]:
+    """Take the sweep's candidates; the beams that go on are reordered.
+
+    Returns
+    -------
+    list of (int, AtlasError)
+        Searches that cannot go on.
+    """
+    searches = [decode.search for decode in decodes]
+    return native.step(searches, [decode.rows for decode in decodes], ids, log_probs)
 
 
 def beam_search(
@@ -91,17 +94,17 @@ def beam_search(
         while waiting or active:
             with interrupts_deferred():  # what is encoded is in ``active``, or was given back
                 _admit(core, requests, prepared, waiting, active)
-            decodes = list(active.values())
-            windows = [window for decode in decodes for window in decode.windows()]
-            sweep(core, windows)
+                decodes = list(active.values())
+                reserve(core, decodes)
+            sweep(core, decodes)
             found = candidates(core, decodes)
             with interrupts_deferred():
-                commit(core, windows)
-                for decode, (ids, log_probs) in zip(decodes, found, strict=True):
-                    decode.advance(ids, log_probs)
+                commit(decodes)
+                for _, error in advance(decodes, *found):
+                    raise error
                 for i, decode in list(active.items()):
                     if decode.search.done:
-                        results[i] = decode.search.best(requests[i].num_return)
+                        results[i] = decode.best(requests[i].num_return)
                         active.pop(i).release()
     finally:
         for decode in active.values():
@@ -142,7 +145,8 @@ def _admit(
         return
     encoded = core.encode([prepared[i][0] for i in chosen])
     for i, source in zip(chosen, encoded, strict=True):
-        active[i] = BeamDecode(core, source, _search(core, requests[i], prepared[i][1]))
+        first = prepared[i][1].tolist()
+        active[i] = BeamDecode(core, source, first, _search(core, requests[i], first))
 
 
 def _prepare(core: TranslatorCore, request: BeamRequest) -> tuple[Ints, Ints]:
@@ -158,9 +162,9 @@ def _prepare(core: TranslatorCore, request: BeamRequest) -> tuple[Ints, Ints]:
     return core.source_ids(request.prompt_tokens, source), core.first_tokens(target)
 
 
-def _search(core: TranslatorCore, request: BeamRequest, first: Ints) -> BeamSearch:
+def _search(core: TranslatorCore, request: BeamRequest, first: Sequence[int]) -> BeamSearch:
     return BeamSearch(
-        first.tolist(),
+        first,
         core.config.eos_token_ids,
         num_beams=request.num_beams,
         max_new=request.max_new,

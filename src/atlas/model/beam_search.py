@@ -1,6 +1,7 @@
 """Beam search over candidates: which hypotheses go on, which have ended, and when to stop.
 
-Plain arithmetic on a request's hypotheses; the model's part is in ``beam_decode``.
+Plain arithmetic on a request's hypotheses; the model's part is in ``beam_decode``. Engines run
+``atlas._native.beam_search``, many searches in one call, of which this is the definition.
 
 Source
 ------

@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from atlas.interrupts import interrupts_deferred
-from atlas.model.batch import Window, build
+from atlas._native import source_rows
+from atlas._native.source_rows import SourceRows
 
 if TYPE_CHECKING:
     from atlas.model.encoded_source import EncodedSource
-    from atlas.model.sequence import SequenceState
     from atlas.model.translator_core import TranslatorCore
     from atlas.sampling_table import Draw
 
 
 class SourceDecode:
-    """The sequences of one request and what each reads next.
+    """One request's part of the sweeps: its source, and sequences that translate it.
 
     Parameters
     ----------
@@ -27,74 +26,67 @@ class SourceDecode:
         Released with the sequences.
     first_tokens : sequence of int
         What the first sequence reads first.
+
+    Attributes
+    ----------
+    rows : SourceRows
+        The sequences, and what each reads next; one row of logits a sequence.
     """
 
     def __init__(
         self, core: TranslatorCore, source: EncodedSource, first_tokens: Sequence[int]
     ) -> None:
-        self._core = core
         self._source = source
-        self._seqs: list[SequenceState] = [core.new_sequence(source)]
-        self._inputs = [np.array(first_tokens, np.int32)]
+        self.rows = SourceRows(
+            core.blocks,
+            core.pools.block_size,
+            source.blocks,
+            len(source),
+            np.array(first_tokens, np.int32),
+        )
 
     @property
     def num_rows(self) -> int:
         """Rows of logits in the next sweep."""
-        return len(self._seqs)
-
-    def windows(self) -> list[Window]:
-        """The rows of the next sweep, one row of logits a sequence."""
-        return [
-            Window(seq, ids, "step", 1) for seq, ids in zip(self._seqs, self._inputs, strict=True)
-        ]
+        return len(self.rows)
 
     @property
     def num_blocks(self) -> int:
         """Blocks held now, each counted once, the source's too."""
-        held = {int(block) for seq in self._seqs for block in seq.native.block_table}
-        return len(held) + len(self._source.blocks)
-
-    def blocks_needed(self) -> int:
-        """Blocks that the next sweep takes from the pool: for new positions, and for copies.
-
-        Of n sequences that share the block they write, n − 1 copy it.
-        """
-        needed = 0
-        writers: dict[int, int] = {}
-        for seq, ids in zip(self._seqs, self._inputs, strict=True):
-            native = seq.native
-            end = native.seq_len + len(ids)
-            needed += max(0, -(-end // native.block_size) - native.num_blocks)
-            index = native.shared_block()
-            if index >= 0:
-                block = int(native.block_table[index])
-                writers[block] = writers.get(block, 0) + 1
-        references = self._core.blocks.references
-        return needed + sum(
-            count - (references(block) == count) for block, count in writers.items()
-        )
+        return self.rows.num_blocks + len(self._source.blocks)
 
     def release(self) -> None:
         """Give back every block, the source's too; once."""
-        for seq in self._seqs:
-            seq.native.release()
-        self._seqs, self._inputs = [], []
+        self.rows.release()
         self._source.release()
 
 
-def sweep(core: TranslatorCore, windows: Sequence[Window], draws: Sequence[Draw] = ()) -> None:
-    """One sweep of the decoder over rows of any requests; logits go to the arena from row 0 on.
+def blocks_needed(decodes: Sequence[SourceDecode]) -> int:
+    """Blocks that the next sweep takes from the pool: for new positions, and for copies."""
+    return source_rows.blocks_needed([decode.rows for decode in decodes])
 
-    Nothing advances before :func:`commit`. Blocks that were reserved when the pool ran out, or the
-    sweep failed, stay with their sequences.
+
+def reserve(core: TranslatorCore, decodes: Sequence[SourceDecode]) -> None:
+    """Take the blocks of the next sweep: all of them, or KvExhausted and no change.
+
+    To be called where interrupts wait: a block is copied before it is written.
     """
-    with interrupts_deferred(), core.pools.copies_together():
-        for window in windows:
-            core.reserve(window.seq, window.seq.seq_len + len(window.token_ids))
-    core.run(build(windows), draws)
+    rows = [decode.rows for decode in decodes]
+    core.require_length(source_rows.longest(rows))
+    core.pools.copy_blocks(source_rows.reserve(rows))
 
 
-def commit(core: TranslatorCore, windows: Sequence[Window]) -> None:
+def sweep(
+    core: TranslatorCore, decodes: Sequence[SourceDecode], draws: Sequence[Draw] = ()
+) -> None:
+    """One sweep of the decoder over any requests; logits go to the arena from row 0 on.
+
+    Their blocks are reserved. Nothing advances before :func:`commit`, and with a sweep that fails
+    the blocks stay with their sequences.
+    """
+    core.run_rows([decode.rows for decode in decodes], draws)
+
+
+def commit(decodes: Sequence[SourceDecode]) -> None:
     """Advance every sequence over the rows of a sweep."""
-    for window in windows:
-        core.commit(window.seq, window.token_ids, window.kind)
+    source_rows.advance([decode.rows for decode in decodes])

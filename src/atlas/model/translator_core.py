@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas._native.sequence import Sequence as NativeSequence
+from atlas._native.source_rows import SourceRows, write_rows
 from atlas.errors import InvalidArgumentError, PromptTooLongError
 from atlas.interrupts import interrupts_deferred
 from atlas.layers.encoder_decoder import EncoderDecoder
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from atlas.sampling_table import Draw
 
 Floats = NDArray[np.float32]
+_NO_BANS = np.zeros(0, np.int32), np.zeros(2, np.int32)  # for one row
 
 
 class TranslatorCore(ModelCore):
@@ -194,7 +196,7 @@ class TranslatorCore(ModelCore):
         """Load, or compile, the bodies that sweeps of these shapes and the choice run."""
         self.runtime.prepare(self.network.encoder, self.buffers, [encode])
         self.runtime.prepare(self.network.decoder, self.buffers, [decode])
-        self.top_candidates(1, 1, [[]])
+        self.top_candidates(1, 1, *_NO_BANS)
 
     def warm_up(self) -> None:
         """Record the sweeps of one search of 1 … 16 beams, and read every weight once."""
@@ -204,7 +206,7 @@ class TranslatorCore(ModelCore):
         try:
             self.reserve(seq, 2)
             self.run(build([Window(seq, self.first_tokens(0), "step", 1)]))
-            self.top_candidates(1, 1, [[]])
+            self.top_candidates(1, 1, *_NO_BANS)
         finally:
             seq.native.release()
             held.release()
@@ -212,14 +214,9 @@ class TranslatorCore(ModelCore):
         shapes = [DecodeShape(n, n, 1, n, max_source_rows=n) for n in beams]
         self.runtime.prepare(self.network.decoder, self.buffers, shapes)
 
-    def run(self, batch: Batch, draws: Sequence[Draw] = ()) -> None:
-        """One sweep of the decoder. Sequences of one source lie side by side in ``batch``.
-
-        ``draws``: tokens to choose by more than the greatest logit, where ``runtime.samples``.
-        """
+    def run(self, batch: Batch) -> None:
+        """One sweep of the decoder. Sequences of one source lie side by side in ``batch``."""
         inputs = self._write(batch)
-        if draws:
-            self.runtime.draw(draws)
         sources, rows, source = 0, 0, None
         for seq, count in zip(batch.seqs, batch.rows.tolist(), strict=True):
             if seq.encoder is not source:
@@ -238,6 +235,33 @@ class TranslatorCore(ModelCore):
             int(batch.rows.max()),
             int(np.diff(inputs.source_cu_rows[: sources + 1]).max()),
         )
+        self._decode(shape)
+
+    def run_rows(self, sources: list[SourceRows], draws: Sequence[Draw] = ()) -> None:
+        """One sweep of the decoder over sequences whose blocks are reserved: :meth:`run`, natively.
+
+        The last row of each gets logits, in arena rows from 0 on. ``draws``: tokens to choose by
+        more than the greatest logit, where ``runtime.samples``.
+        """
+        inputs = self.runtime.inputs(self.buffers)
+        if draws:
+            self.runtime.draw(draws)
+        rows, seqs, most, most_of_source = write_rows(
+            sources,
+            inputs.token_ids,
+            inputs.positions,
+            inputs.slots,
+            inputs.cu_rows,
+            inputs.block_tables,
+            inputs.logits_rows,
+            inputs.source_cu_rows,
+            inputs.source_lens,
+            inputs.source_tables,
+        )
+        self._decode(DecodeShape(rows, seqs, len(sources), seqs, 0, most, most_of_source))
+
+    def _decode(self, shape: DecodeShape) -> None:
+        """The sweep, once its integers are in the inputs."""
         self.last_decode = None
         self.arena.overwrite(shape.first_logits, self.runtime.logits_written(shape))
         self.runtime.run(self.network.decoder, self.buffers, shape)
@@ -248,7 +272,7 @@ class TranslatorCore(ModelCore):
         return values
 
     def top_candidates(
-        self, rows: int, k: int, bans: Sequence[Sequence[int]]
+        self, rows: int, k: int, banned: Ints, cu_banned: Ints
     ) -> tuple[Ints, Floats]:
         """The k most probable ids of arena rows 0 … rows − 1 and their log-probabilities.
 
@@ -256,8 +280,8 @@ class TranslatorCore(ModelCore):
         ----------
         rows : int
         k : int
-        bans : sequence of sequence of int
-            For each row the ids that may not be among them.
+        banned, cu_banned : int32 [NB], int32 [rows + 1]
+            For each row the ids that may not be among them, row after row, and where each begins.
 
         Returns
         -------
@@ -265,8 +289,6 @@ class TranslatorCore(ModelCore):
             As the op ``top_candidates``: −1 and −∞ where there are fewer; NaN in a row that is not
             finite.
         """
-        banned = np.array([token for row in bans for token in row], np.int32)
-        cu_banned = np.cumsum([0, *map(len, bans)]).astype(np.int32)
         found = self.runtime.top_candidates(self.buffers, rows, k, banned, cu_banned)
         ids, values, totals = found
         return ids, values - np.log(totals)[:, None]
@@ -277,9 +299,3 @@ class TranslatorCore(ModelCore):
         """A sequence that translates a source; the caller keeps the source alive."""
         native = NativeSequence(self.blocks, self.pools.block_size)
         return SequenceState(native, self.key, self.limits.max_seq_len, encoder=source)
-
-    def share_sequence(self, seq: SequenceState) -> SequenceState:
-        """A second sequence that stands where ``seq`` stands, on its blocks."""
-        twin = self.new_sequence(seq.encoder)
-        twin.native.share(seq.native)
-        return twin

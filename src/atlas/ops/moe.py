@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from atlas.ops.activation import gelu_tanh_and_mul, relu_squared, sigmoid, silu_and_mul
 from atlas.ops.blocks import HostMatrix
-from atlas.ops.linear import product
+from atlas.ops.linear import linear, product
+from atlas.ops.norm import rmsnorm
 from atlas.ops.spec import op
 
 Float = NDArray[np.float32]
@@ -91,6 +93,90 @@ def moe_route(
     ids[:, :top_k], weights[:, :top_k] = best, chosen * np.float32(scale)
     if slots is not None:
         ids[slots < 0], weights[slots < 0] = -1, 0
+
+
+@op
+def moe_router(
+    x: Float,
+    norm: Float,
+    norm_eps: float,
+    router: HostMatrix,
+    num_experts: int,
+    normalize: bool,
+    scoring: Scoring = "softmax",
+    bias: Float | None = None,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    slots: Int | None = None,
+    *,
+    normed: Float,
+    scores: Float,
+    ids: Int,
+    weights: Float,
+) -> None:
+    """What lies before a block's experts: its norm, the router's product, the choice.
+
+    :func:`~atlas.ops.norm.rmsnorm`, :func:`~atlas.ops.linear.linear`, :func:`moe_route`, with the
+    bits of these three.
+
+    Parameters
+    ----------
+    x : float32 [T, D]
+        The residual stream.
+    norm : float32 [D]
+    norm_eps : float
+    router : matrix [N, D]
+    num_experts : int
+        E, at most N. Where N is greater, score E is that of a shared expert which joins the others.
+    normed : float32 [T, D]
+        Written: what the experts read.
+    scores : float32 [T, N]
+        Written.
+
+    The others are those of :func:`moe_route`.
+    """
+    rmsnorm(x, norm, norm_eps, out=normed)
+    linear(normed, router, out=scores)
+    moe_route(
+        scores[:, :num_experts], normalize, scoring, bias, scale, num_groups, top_groups,
+        _shared_score(scores, num_experts), slots, ids=ids, weights=weights,
+    )  # fmt: skip
+
+
+def router_in_parts(
+    functions: Mapping[str, Callable[..., None]],
+    queue: Any,
+    x: Any,
+    norm: Any,
+    norm_eps: float,
+    router: Any,
+    num_experts: int,
+    normalize: bool,
+    scoring: Scoring = "softmax",
+    bias: Any = None,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    slots: Any = None,
+    *,
+    normed: Any,
+    scores: Any,
+    ids: Any,
+    weights: Any,
+) -> None:
+    """A backend's :func:`moe_router` as calls of the ops that it stands for."""
+    functions["rmsnorm"](queue, x, norm, norm_eps, out=normed)
+    functions["linear"](queue, normed, router, out=scores)
+    functions["moe_route"](
+        queue, scores[:, :num_experts], normalize, scoring, bias, scale, num_groups, top_groups,
+        _shared_score(scores, num_experts), slots, ids=ids, weights=weights,
+    )  # fmt: skip
+
+
+def _shared_score(scores: Any, num_experts: int) -> Any:
+    """Of scores [T, N] those of the shared expert, [T, 1], or None where it does not join."""
+    return scores[:, num_experts : num_experts + 1] if scores.shape[1] > num_experts else None
 
 
 @op

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +18,22 @@ Float = NDArray[np.float32]
 PRODUCTS = {"rmsnorm_linear": "linear", "rmsnorm_linear_gated": "linear_gated"}
 """What each op does behind ``rmsnorm``, with x in its place: they take x, norm, eps, then the
 product's other arguments, and ``normed``, which ``rmsnorm`` writes and the product reads."""
+
+
+def norm_then(
+    product: str,
+    functions: Mapping[str, Callable[..., None]],
+    queue: object,
+    x: Any,
+    norm: Any,
+    eps: float,
+    *others: Any,
+    normed: Any,
+    **outs: Any,
+) -> None:
+    """A fused op as calls of ``rmsnorm`` and of its product, among a backend's ``functions``."""
+    functions["rmsnorm"](queue, x, norm, eps, out=normed)
+    functions[product](queue, normed, *others, **outs)
 
 
 @op

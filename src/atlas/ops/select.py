@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from atlas.errors import CapabilityError
 from atlas.ops import OPS
-from atlas.ops.norm_linear import PRODUCTS
+from atlas.ops.moe import router_in_parts
+from atlas.ops.norm_linear import PRODUCTS, norm_then
+
+_PARTS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "moe_router": (router_in_parts, ("rmsnorm", "linear", "moe_route")),
+    **{
+        fused: (partial(norm_then, product), ("rmsnorm", product))
+        for fused, product in PRODUCTS.items()
+    },
+}
+"""Ops that stand for others: how they call those, and which."""
 
 
 def implementations(backend: str) -> dict[str, Callable[..., Any]]:
@@ -53,31 +63,19 @@ def bind(functions: dict[str, Callable[..., Any]], queue: object) -> SimpleNames
     return SimpleNamespace(**{name: partial(call, queue) for name, call in functions.items()})
 
 
-def taken_apart(
-    functions: dict[str, Callable[..., Any]], replaced: Iterable[str]
+def in_parts(
+    functions: dict[str, Callable[..., Any]], replaced: Container[str]
 ) -> dict[str, Callable[..., Any]]:
-    """Fused ops of which a user replaced a part, made of ``functions``: one after the other."""
-    names = set(replaced)
+    """Ops that stand for one that the user has replaced: as calls of it and of the others.
+
+    ``functions`` has the replacements; ``replaced`` names them. An op whose own place a function of
+    the user's has taken is left alone.
+    """
     return {
-        fused: partial(_norm_then, functions, product)
-        for fused, product in PRODUCTS.items()
-        if fused not in names and names & {"rmsnorm", product}
+        name: partial(call, functions)
+        for name, (call, parts) in _PARTS.items()
+        if name not in replaced and any(part in replaced for part in parts)
     }
-
-
-def _norm_then(
-    functions: dict[str, Callable[..., Any]],
-    product: str,
-    queue: object,
-    x: Any,
-    norm: Any,
-    eps: float,
-    *others: Any,
-    normed: Any,
-    **outs: Any,
-) -> None:
-    functions["rmsnorm"](queue, x, norm, eps, out=normed)
-    functions[product](queue, normed, *others, **outs)
 
 
 def takes_queue(function: Callable[..., Any]) -> bool:

@@ -372,7 +372,7 @@ def _run(name: str, definition: Callable[..., Any], given: dict[str, Any]) -> No
             real = int((values["slots"] >= 0).sum())
             values["slots"] = values["slots"][:real]
             values["cu_rows"] = values["cu_rows"][: real + 1]
-        elif "slots" in values and name != "moe_route":  # padding rows come last
+        elif "slots" in values and not name.startswith("moe_"):  # padding rows come last
             real = int((values["slots"] >= 0).sum())
             for key in ("q", "k", "v", "slots", "positions", "out"):
                 if key in values:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from atlas.backends.cpu.activation import gelu_tanh_and_mul, relu_squared, silu_and_mul
 from atlas.backends.cpu.device import Args, Array, Queue, address, float_bits
-from atlas.backends.cpu.linear import activation_stride, activations
+from atlas.backends.cpu.linear import activation_stride, activations, linear
+from atlas.backends.cpu.norm import rmsnorm
 from atlas.backends.cpu.pack import PackedMatrix
 from atlas.errors import CapabilityError, ShapeError
 from atlas.ops.check import match_dims, require_contiguous
-from atlas.ops.moe import SCORINGS, Scoring
+from atlas.ops.moe import SCORINGS, Scoring, router_in_parts
 
 
 def moe_route(
@@ -52,6 +55,11 @@ def moe_route(
     args += (0 if bias is None else address(bias), float_bits(scale), num_groups, top_groups)
     args += (0 if slots is None else address(slots),)
     queue.launch("moe.route", args, (scores, bias, slots, ids, weights, scratch))
+
+
+moe_router = partial(
+    router_in_parts, {"rmsnorm": rmsnorm, "linear": linear, "moe_route": moe_route}
+)
 
 
 def moe_experts(

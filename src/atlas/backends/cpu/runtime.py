@@ -23,7 +23,7 @@ from atlas.layers.step import Array, StepBuffers, StepShape, allocate
 from atlas.layers.translation_step import TranslationBuffers, allocate_translation
 from atlas.model.step_result import FinishedStep, StepResult
 from atlas.ops.blocks import HostMatrix
-from atlas.ops.select import bind, implementations, taken_apart, takes_queue, with_queue
+from atlas.ops.select import bind, implementations, in_parts, takes_queue, with_queue
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -196,7 +196,7 @@ class CpuRuntime:
         self.functions |= self._builtin
         for name, function in replaced.items():
             self.functions[name] = with_queue(function)
-        self.functions |= taken_apart(self.functions, replaced)
+        self.functions |= in_parts(self.functions, replaced)
         self.forget_recorded()
 
     def forget_recorded(self) -> None:

@@ -14,9 +14,11 @@ from atlas_kernels.attention_plan import (
     WGMMA_KEYS,
     WORKERS_PER_SM,
     fresh_rows,
+    is_few,
     pool_view,
     prefill_rows,
     prefill_variant,
+    step_variant,
     wgmma_tiles,
     wgmma_variant,
 )
@@ -156,7 +158,11 @@ def attention_step(
             args: Args = (q, k, v, *norms, rope_table, slots, *pools, *heads, half, *sweep.numbers)
             args += (q.strides[0], k.strides[0], v.strides[0], out.strides[0])
             args += (scale, softcap or 0.0, norm_eps)
-            queue.launch(f"attention_step_d{sizes.dim}_r{tile}", sweep.grid, args)
+            device = queue.device
+            variant = step_variant(
+                sizes.dim, tile, sweep.grid[0], arch=device.arch, num_sms=device.num_sms
+            )
+            queue.launch(f"attention_step_{variant}", sweep.grid, args)
         else:
             args = (q, *pools, *heads, *sweep.numbers, q.strides[0], out.strides[0])
             args += (scale, softcap or 0.0)
@@ -198,7 +204,10 @@ def share_sweep(
     splits = -(-blocks * BLOCK_LEN // SPLIT)
     if window is not None:
         splits = min(splits, -(-(window + max_rows) // SPLIT) + 1)
-    workers = min(splits, -(-WORKERS_PER_SM * queue.device.num_sms // columns))
+    at_once = WORKERS_PER_SM * queue.device.num_sms
+    if is_few(columns, queue.device.num_sms):
+        at_once -= at_once % columns  # all of them, so that none waits for another's place
+    workers = min(splits, -(-at_once // columns))
     if seqs * splits * _result_bytes(sizes, max_rows) > _PARTIAL_BYTES:
         workers = 1
     room = splits if workers > 1 else min(splits, 2)

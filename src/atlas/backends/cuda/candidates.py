@@ -88,9 +88,9 @@ class Candidates:
         device.record(self._event)
         device.wait(self._event)
         found = self._pinned_out.array[: 4 * num_found].copy().view(np.int32)
-        ids, values, totals = np.split(found, [rows * k, 2 * rows * k])
-        shape = (rows, k)
-        return ids.reshape(shape), values.view(np.float32).reshape(shape), totals.view(np.float32)
+        size, floats = rows * k, found.view(np.float32)
+        ids, values = found[:size].reshape(rows, k), floats[size : 2 * size].reshape(rows, k)
+        return ids, values, floats[2 * size :]
 
     def _launches(self, rows: int, k: int) -> CudaLaunchList:
         key = rows, k

@@ -29,9 +29,9 @@ Algorithm = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """out [m, n] = x [m, k] · Wᵀ (+ out): sizes, and elements from a row to the next.
+    """out [m, n] = x [m, k] · Wᵀ: sizes, and elements from a row to the next.
 
-    ``out_type`` is bfloat16 or float32; with ``accumulates`` what out held is added in float32.
+    ``out_type`` is bfloat16 or float32.
     """
 
     m: int
@@ -41,7 +41,6 @@ class Product:
     x_stride: int
     out_stride: int
     out_type: str
-    accumulates: bool = False
 
 
 class CublasLt:
@@ -113,7 +112,7 @@ class CublasLt:
         alpha = beta + self._scalars.itemsize
         return (
             self._handle, self._operation, alpha, w, a, x, b,
-            alpha if product.accumulates else beta, out, c, out, d,
+            beta, out, c, out, d,
             algorithm.ctypes.data, workspace, WORKSPACE_BYTES,
         )  # fmt: skip
 

@@ -146,11 +146,8 @@ def _product(
     if rows > STEP_ROWS:
         products = queue.device.products
 
-        def step(
-            queue: Queue, x: DeviceArray, out: DeviceArray, residual: DeviceArray | None
-        ) -> None:
-            own = Epilogue(epilogue.bias, residual)
-            step_product(queue, x, weight, own, out)
+        def step(queue: Queue, x: DeviceArray, out: DeviceArray) -> None:
+            step_product(queue, x, weight, Epilogue(epilogue.bias), out)
 
         if products is not None and products.run(
             queue, x, weight, epilogue.bias, epilogue.residual, out, step=step

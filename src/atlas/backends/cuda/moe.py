@@ -1,14 +1,16 @@
 """Mixture of experts: launches.
 
-Up to eight rows each chosen expert's weights are read once, straight for the rows that chose it;
-more rows are sorted by expert first. Both sum in one order.
+Up to eight rows norm, router and choice are one kernel, and each chosen expert's weights are read
+once, straight for the rows that chose it; more rows are sorted by expert first. Both sum in one
+order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from atlas_kernels.moe_plan import (
     COLUMNS,
-    DOWN_TILES,
     GATE_UP_TILES,
     GROUPED_TILES,
     HALF_ROWS,
@@ -19,14 +21,20 @@ from atlas_kernels.moe_plan import (
     route_variant,
     wgmma_variant,
 )
+from atlas_kernels.moe_router_plan import ROUTER_COLUMNS, router_variant
 
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import Args, is_aligned, match, require
 from atlas.backends.cuda.launch import Argument, Queue
+from atlas.backends.cuda.linear import linear
+from atlas.backends.cuda.norm import rmsnorm
 from atlas.backends.cuda.pack import DeviceMatrix
 from atlas.errors import ShapeError
+from atlas.ops.moe import Scoring, router_in_parts
 
-_BULK_COPIES, _SMALL_SM = (9, 0), (12, 0)  # decode kernels take up to 227 KB of an SM's memory
+_DECODE = (9, 0)  # on older ones the decode kernels want more registers than there are
+_LARGE_SM, _SMALL_SM = (9, 0), (12, 0)  # from and below: thread blocks of up to 227 KB
+_SHARED_BYTES, _LEAST_SHARED_BYTES = 227 * 1024, 99 * 1024  # there, and on every GPU since sm_80
 _MOST_EXPERTS, _MOST_CHOICES = 1024, 31
 _COMBINE_COLUMNS = 1024
 _EPSILON = 1e-20
@@ -49,28 +57,77 @@ def moe_route(
     weights: DeviceArray,
 ) -> None:
     sizes = match("float32", "T E", scores, "T X", weights)
-    match("int32", f"{sizes['T']} {sizes['X']}", ids)
-    _require_contiguous(ids=ids, weights=weights)
-    variant = route_variant(sizes["E"])
-    require(variant is not None, "experts", sizes["E"], f"up to {_MOST_EXPERTS}")
-    require(sizes["X"] <= _MOST_CHOICES, "experts a row", sizes["X"], f"up to {_MOST_CHOICES}")
-    if bias is not None:
-        match("float32", f"{sizes['E']}", bias)
-        require(scoring == "sigmoid", "the scoring beside a selection bias", scoring, "sigmoid")
-    require(top_groups == num_groups, "groups of experts", f"{top_groups} of {num_groups}", "all")
+    rows, experts = sizes["T"], sizes["E"]
+    _check_choice(rows, experts, scoring, bias, num_groups, top_groups, slots, ids, weights)
+    variant = route_variant(experts)
     top_k = sizes["X"]
     last: Args = (0, 0)
     if shared is not None:
         match("float32", f"{sizes['T']} 1", shared)
         top_k, last = top_k - 1, (shared, shared.strides[0])
-    if slots is not None:
-        match("int32", f"{sizes['T']}", slots)
-        _require_contiguous(slots=slots)
     args: Args = (scores, 0 if bias is None else bias, last[0])
     args += (0 if slots is None else slots, ids, weights)
     args += (sizes["E"], top_k, sizes["X"], int(scoring == "sigmoid"), int(normalize))
     args += (_EPSILON, scale, scores.strides[0], last[1])
     queue.launch(f"moe_route_{variant}", (sizes["T"], 1), args)
+
+
+def moe_router(
+    queue: Queue,
+    x: DeviceArray,
+    norm: DeviceArray,
+    norm_eps: float,
+    router: DeviceMatrix,
+    num_experts: int,
+    normalize: bool,
+    scoring: Scoring = "softmax",
+    bias: DeviceArray | None = None,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    slots: DeviceArray | None = None,
+    *,
+    normed: DeviceArray,
+    scores: DeviceArray,
+    ids: DeviceArray,
+    weights: DeviceArray,
+) -> None:
+    rows, dim = x.shape
+    _check_choice(rows, num_experts, scoring, bias, num_groups, top_groups, slots, ids, weights)
+    variant = None
+    if _is_routed_at_once(x, norm, router, normed, scores):
+        is_large = _LARGE_SM <= queue.device.capability < _SMALL_SM
+        room = _SHARED_BYTES if is_large else _LEAST_SHARED_BYTES
+        variant = router_variant(rows, dim=dim, experts=num_experts, shared_bytes=room)
+    if variant is None:
+        parts: dict[str, Callable[..., None]]
+        parts = {"rmsnorm": rmsnorm, "linear": linear, "moe_route": moe_route}
+        router_in_parts(
+            parts, queue, x, norm, norm_eps, router, num_experts, normalize, scoring, bias, scale,
+            num_groups, top_groups, slots, normed=normed, scores=scores, ids=ids, weights=weights,
+        )  # fmt: skip
+        return
+    top_k = ids.shape[1] - (router.rows > num_experts)
+    match("float32", f"{dim}", norm, f"{rows} {router.rows}", scores)
+    match("bfloat16", f"{rows} {dim}", x, f"{rows} {dim}", normed)
+    counter = queue.scratch(4, zeroed=True)
+    args: Args = (x, norm, router.data, 0 if slots is None else slots, 0 if bias is None else bias)
+    args += (normed, scores, ids, weights, counter, rows, dim, router.rows, num_experts, top_k)
+    args += (ids.shape[1], int(scoring == "sigmoid"), int(normalize), norm_eps, _EPSILON, scale)
+    args += (x.strides[0], normed.strides[0], scores.strides[0])
+    name = f"moe_router_{'wgmma_' if queue.device.arch == 'sm_90a' else ''}{variant}"
+    queue.launch(name, (-(-router.rows // ROUTER_COLUMNS), 1), args, router)
+
+
+def _is_routed_at_once(
+    x: DeviceArray, norm: DeviceArray, router: DeviceMatrix, normed: DeviceArray,
+    scores: DeviceArray,
+) -> bool:  # fmt: skip
+    """Whether types and places of arrays are what ``moe_router`` takes."""
+    types = (x.dtype, normed.dtype, norm.dtype, scores.dtype, router.format)
+    if types != ("bfloat16", "bfloat16", "float32", "float32", "bf16"):
+        return False
+    return router.cols == x.shape[1] and is_aligned(16, x, normed, norm)
 
 
 def moe_experts(
@@ -114,15 +171,14 @@ def moe_experts(
             raise ShapeError(f"a shared expert {shared_gate_up.layout}; allowed: one as the others")
         last_up, last_down = shared_gate_up.data, shared_down.data
     variant = None
-    if _BULK_COPIES <= queue.device.capability < _SMALL_SM:
+    if queue.device.capability >= _DECODE:
         variant = decode_variant(rows, dim=dim, inner=inner, slots=slots)
     if variant is not None:
         args: Args = (weight, last_up, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
         blocks = queue.device.num_sms * GATE_UP_TILES[variant].blocks_per_sm
         queue.launch(f"moe_gate_up_bf16_{variant}", (blocks, 1), args)
         args = (second, last_down, ids, weights, act, out, out, rows, slots, experts, dim, inner)
-        blocks = queue.device.num_sms * DOWN_TILES[variant].blocks_per_sm
-        grid = (min(blocks, dim // COLUMNS), 1)
+        grid = (dim // COLUMNS, 1)
         queue.launch(f"moe_down_bf16_{variant}", grid, (*args, *out.strides[:1] * 2))
         return
     groups = experts + (shared_down is not None)
@@ -149,6 +205,32 @@ def moe_experts(
         queue.launch(f"moe_grouped_wgmma_down_bf16_{wide}", grid, args, (act, *matrices))
     args = (expert_out, ids, weights, out, out, slots, dim, out.strides[0], out.strides[0])
     queue.launch("moe_combine", (rows, -(-dim // _COMBINE_COLUMNS)), args)
+
+
+def _check_choice(
+    rows: int,
+    experts: int,
+    scoring: str,
+    bias: DeviceArray | None,
+    num_groups: int,
+    top_groups: int,
+    slots: DeviceArray | None,
+    ids: DeviceArray,
+    weights: DeviceArray,
+) -> None:
+    """What the choice of experts asks of its arguments."""
+    require(experts <= _MOST_EXPERTS, "experts", experts, f"up to {_MOST_EXPERTS}")
+    choices = match("float32", f"{rows} X", weights)["X"]
+    match("int32", f"{rows} {choices}", ids)
+    _require_contiguous(ids=ids, weights=weights)
+    require(choices <= _MOST_CHOICES, "experts a row", choices, f"up to {_MOST_CHOICES}")
+    if bias is not None:
+        match("float32", f"{experts}", bias)
+        require(scoring == "sigmoid", "the scoring beside a selection bias", scoring, "sigmoid")
+    require(top_groups == num_groups, "groups of experts", f"{top_groups} of {num_groups}", "all")
+    if slots is not None:
+        match("int32", f"{rows}", slots)
+        _require_contiguous(slots=slots)
 
 
 def _sort(queue: Queue, ids: DeviceArray, groups: int, rows: int) -> tuple[int, int, int]:

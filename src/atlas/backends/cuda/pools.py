@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +45,6 @@ class CudaKvPools:
         self._arena = Arena(device, self.nbytes + COPY_BYTES, "the KV cache")
         self._staging: PinnedMemory | None = None
         self._copies: BlockCopies | None = None
-        self._copies_wait = False
         self.num_blocks = num_blocks
         self.block_size = BLOCK_SIZE
         self._part = (config.num_kv_heads, BLOCK_SIZE, config.head_dim)
@@ -113,25 +111,15 @@ class CudaKvPools:
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy on write: one block, all layers."""
-        if self._copies is None:
-            return  # blocks hold nothing
-        self._copies.add(source, target)
-        if not self._copies_wait:
-            self._copies.flush()
+        self.copy_blocks(np.array([[source, target]], np.int32))
 
-    @contextmanager
-    def copies_together(self) -> Iterator[None]:
-        """Copies that the body asks for are one launch at its end, whether or not it raises.
+    def copy_blocks(self, pairs: NDArray[np.int32]) -> None:
+        """Copy blocks, int32 [n, 2], in one launch: the first of each pair into the second.
 
         No block may be written, or copied, twice, or both.
         """
-        self._copies_wait = True
-        try:
-            yield
-        finally:
-            self._copies_wait = False
-            if self._copies is not None:
-                self._copies.flush()
+        if self._copies is not None:  # else blocks hold nothing
+            self._copies.copy(pairs)
 
     def close(self) -> None:
         """Free the pools; idempotent."""

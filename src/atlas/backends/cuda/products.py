@@ -2,9 +2,9 @@
 
 A matrix has one order of summation, that of the step GEMM. cuBLASLt promises none, so before an
 algorithm serves a kind of product it must give the step GEMM's bits on random rows of the matrix
-itself, at several numbers of rows (``Trial``). Then it stays. A kernel of ours adds a bias or a
-residual to float32 sums. Kinds that no algorithm passes for go through the step GEMM, 128 rows at a
-time; ``disclosed`` says which.
+itself, at several numbers of rows (``Trial``). Then it stays. A kernel of ours adds a bias to
+float32 sums, or a product that was stored to the residual stream. Kinds that no algorithm passes
+for go through the step GEMM, 128 rows at a time; ``disclosed`` says which.
 
 A quantised matrix is first turned into bf16, which is what the step GEMM does with its weights.
 """
@@ -19,6 +19,7 @@ import numpy as np
 from atlas_kernels.gemm_step_plan import RUNGS
 from numpy.typing import NDArray
 
+from atlas.backends.cuda.activation import add
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import Args
 from atlas.backends.cuda.cublaslt import WORKSPACE_BYTES, Algorithm, CublasLt, Product
@@ -27,7 +28,7 @@ from atlas.backends.cuda.launch import Queue
 from atlas.backends.cuda.pack import DeviceMatrix
 from atlas.errors import CapabilityError, OutOfMemoryError
 
-_SUMS_BYTES = 48 << 20  # float32 sums on their way: half of an H200's second-level cache
+_SUMS_BYTES = 48 << 20  # sums on their way: most of an H200's second-level cache
 _WEIGHTS_BYTES = 40 << 20  # of a quantised matrix in bf16, at a time
 _SIZES = (192, 512, 1024, 2048, 4096, 8192)
 """Numbers of rows that algorithms are asked for; others take those of the next smaller one."""
@@ -38,15 +39,15 @@ _STEP_ROWS = RUNGS[-1]
 _WORDS, _DEQUANTIZED = 1024, 2048  # columns, or words, of a thread block
 _log = logging.getLogger("atlas")
 
-StepProduct = Callable[[Queue, DeviceArray, DeviceArray, DeviceArray | None], None]
+StepProduct = Callable[[Queue, DeviceArray, DeviceArray], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """What decides the bits of a product, and how it is computed.
 
-    ``format``, ``rows`` and ``cols`` are the matrix's; ``out_type`` bfloat16 or float32.
-    ``has_bias`` and ``has_residual``: what is added to the sums.
+    ``format``, ``rows`` and ``cols`` are the matrix's; ``out_type`` bfloat16 or float32. A residual
+    is added to what was rounded, and decides nothing.
     """
 
     format: str
@@ -54,7 +55,6 @@ class Kind:
     cols: int
     out_type: str
     has_bias: bool
-    has_residual: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,20 +100,20 @@ class Products:
     ) -> bool:
         """Put the launches of out = x · weightᵀ + bias + residual on a queue; False: none can.
 
-        ``residual`` is ``out`` or None; ``step(queue, x, out, residual)`` computes up to 128 rows
+        ``residual`` is ``out`` or None; ``step(queue, x, out)`` computes up to 128 rows without it
         by the step GEMM: the trial of a new kind compares with it.
         """
         if weight.rows > _WIDEST or weight.rows % 8:
             return False
         shape = (weight.format, weight.rows, weight.cols)
-        kind = Kind(*shape, out.dtype, bias is not None, residual is not None)
+        kind = Kind(*shape, out.dtype, bias is not None)
         if kind not in self.plans:
             eager = Queue(self._device, queue.workspace)
             self.plans[kind] = Trial(self, eager, kind, weight, bias, step).plan()
         plan = self.plans[kind]
         if plan is None:
             return False
-        Launches(self, queue, kind, plan).put(x, weight, bias, out)
+        Launches(self, queue, kind, plan, adds=residual is not None).put(x, weight, bias, out)
         return True
 
     def disclosed(self) -> list[str]:
@@ -133,11 +133,14 @@ class Products:
 class Launches:
     """The launches of one product under a plan."""
 
-    def __init__(self, products: Products, queue: Queue, kind: Kind, plan: Plan) -> None:
-        self._library, self._queue, self._kind, self._plan = products.library, queue, kind, plan
-        is_converted = kind.format != "bf16"
+    def __init__(
+        self, products: Products, queue: Queue, kind: Kind, plan: Plan, *, adds: bool = False
+    ) -> None:
+        """``adds``: to what ``out`` holds."""
+        self._library, self._queue, self._plan, self._adds = products.library, queue, plan, adds
+        is_converted, self._passes_by = kind.format != "bf16", plan.is_finished or adds
         self._workspace = queue.scratch(
-            WORKSPACE_BYTES + _SUMS_BYTES * plan.is_finished + _WEIGHTS_BYTES * is_converted
+            WORKSPACE_BYTES + _SUMS_BYTES * self._passes_by + _WEIGHTS_BYTES * is_converted
         )
         self._weights = self._workspace + WORKSPACE_BYTES
         self._sums = self._weights + _WEIGHTS_BYTES * is_converted
@@ -169,10 +172,13 @@ class Launches:
             yield first, part
 
     def _slabs(self, rows: int, columns: int) -> Iterator[slice]:
-        """All rows at once, or as many as the float32 sums have room for."""
+        """All rows at once, or slabs of about as many that what passes by has room for."""
         step = rows
-        if self._plan.is_finished:
-            step = min(rows, _SUMS_BYTES // (4 * columns) // 128 * 128)
+        if self._passes_by:
+            item = 4 if self._plan.is_finished else 2
+            room = _SUMS_BYTES // (item * columns) // 128 * 128
+            count = -(-rows // room)
+            step = min(room, -(-rows // (128 * count)) * 128)
         for first in range(0, rows, step):
             yield slice(first, first + step)
 
@@ -183,15 +189,19 @@ class Launches:
         algorithm = self._plan.algorithm(m)
         strides = (part.strides[0] // 2, x.strides[0] // 2)
         keep = (x, part, bias, out, algorithm, self._library)
-        if not self._plan.is_finished:
-            sizes = (m, n, k, *strides, out.strides[0] // out.itemsize)
-            product = Product(*sizes, out.dtype, self._kind.has_residual)
+        if not self._passes_by:
+            product = Product(m, n, k, *strides, out.strides[0] // out.itemsize, out.dtype)
             self._call(product, algorithm, part.address, x.address, out.address, keep)
             return
-        product = Product(m, n, k, *strides, n, "float32", False)
+        type = "float32" if self._plan.is_finished else "bfloat16"
+        sums = DeviceArray(self._sums, (m, n), type)
+        product = Product(m, n, k, *strides, n, type)
         self._call(product, algorithm, part.address, x.address, self._sums, keep)
-        residual = out if self._kind.has_residual else 0
-        numbers: Args = (self._sums, 0 if bias is None else bias, residual, out, n, 4 * n)
+        if not self._plan.is_finished:
+            add(self._queue, sums, out, out=out)
+            return
+        residual = out if self._adds else 0
+        numbers: Args = (sums, 0 if bias is None else bias, residual, out, n, 4 * n)
         numbers += (out.strides[0], out.strides[0], int(out.dtype == "float32"))
         self._queue.launch("gemm_finish", (m, -(-n // _WORDS)), numbers, keep)
 
@@ -227,9 +237,7 @@ class Trial:
         serve.
         """
         if forms is None:
-            # With a residual (beta 1, bfloat16) no algorithm had the bits on an H200, at any size.
-            is_added = self._kind.has_bias or self._kind.has_residual
-            forms = [True] if is_added else [False, True]
+            forms = [True] if self._kind.has_bias else [False, True]
         memory: list[int] = []
         try:
             return self._search(memory, forms)
@@ -259,12 +267,9 @@ class Trial:
 
         x = random(take(kind.cols, "bfloat16"))
         self._want, self._got = (take(kind.rows, kind.out_type) for _ in range(2))
-        self._start = random(take(kind.rows, "bfloat16")) if kind.has_residual else None
-        self._begin(self._want)
         for first in range(0, most, _STEP_ROWS):
             rows = slice(first, first + _STEP_ROWS)
-            residual = self._want[rows] if kind.has_residual else None
-            self._step(self._queue, x[rows], self._want[rows], residual)
+            self._step(self._queue, x[rows], self._want[rows])
         for is_finished in forms:
             if found := tuple(self._algorithms(x, is_finished=is_finished)):
                 return Plan(is_finished, found)
@@ -277,7 +282,7 @@ class Trial:
         sizes = (kind.rows, kind.cols, kind.cols, kind.cols, kind.rows)
         known: dict[bytes, bool] = {}
         for m in _SIZES:
-            product = Product(m, *sizes, type, kind.has_residual and not is_finished)
+            product = Product(m, *sizes, type)
             for algorithm in library.algorithms(product):
                 tried = [replace(product, m=rows) for rows in (*self._tried, *_SIZES)]
                 if not all(library.takes(other, algorithm) for other in tried):
@@ -295,17 +300,11 @@ class Trial:
         plan = Plan(is_finished, ((_SIZES[0], algorithm),))
         for rows in self._tried:
             part = slice(0, rows)
-            self._begin(self._got)
             launches = Launches(self._products, self._queue, self._kind, plan)
             launches.put(x[part], self._weight, self._bias, self._got[part])
             if self._differences(self._want[part], self._got[part]):
                 return False
         return True
-
-    def _begin(self, out: DeviceArray) -> None:
-        """What ``out`` holds before the product."""
-        if self._start is not None:
-            self._device.copy(out.address, self._start.address, out.nbytes)
 
     def _differences(self, a: DeviceArray, b: DeviceArray) -> int:
         """Words that differ."""

@@ -34,7 +34,7 @@ from atlas.errors import AtlasError
 from atlas.layers.step import StepBuffers
 from atlas.model.records import PADDED_BATCH_SIZES
 from atlas.ops.blocks import HostMatrix
-from atlas.ops.select import bind, implementations, taken_apart, takes_queue
+from atlas.ops.select import bind, implementations, in_parts, takes_queue
 
 if TYPE_CHECKING:
     from atlas._native.cuda_launch import CudaLaunchList
@@ -366,7 +366,7 @@ class CudaRuntime:
         self.functions |= self._builtin
         for name, function in replaced.items():
             self.functions[name] = function if takes_queue(function) else _called(function)
-        self.functions |= taken_apart(self.functions, replaced)
+        self.functions |= in_parts(self.functions, replaced)
         self.forget_recorded()
 
     def forget_recorded(self) -> None:

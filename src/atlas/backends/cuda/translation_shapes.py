@@ -6,6 +6,7 @@ Padding changes nothing: a row's result depends on its own sequence and source o
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from atlas.backends.cuda.buckets import next_power, padded_rows
@@ -17,6 +18,7 @@ TranslationShape = EncodeShape | DecodeShape
 _NARROW = 16  # rows of a source that cross attention takes in one tile
 
 
+@lru_cache(1024)
 def translation_bucket(
     shape: TranslationShape, max_rows: int, max_seqs: int, max_logits: int
 ) -> TranslationShape:

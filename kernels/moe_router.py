@@ -1,0 +1,379 @@
+"""Norm, router product and choice of experts for up to 8 rows, in one kernel.
+
+It stands for ``rmsnorm``, a step GEMM and ``moe_route``, and gives their bits: a row's squares are
+added in the order of ``rmsnorm``, a score in that of ``gemm_step_plan``, and the choice is the same
+code. Each thread block normalises the rows for itself and has 8 experts, whose weights are asked
+for before the wait; the last one to have its scores makes the choice.
+
+A score is one chain of products of the tensor core, as long as a row: what the kernel takes at
+least, and the less the sooner a product can follow the one before (``moe_router_wgmma``). The rest
+is kept short, in code as well: an SM finds none of it in its instruction cache. While the chain
+goes on, a warp runs through the code of the choice, which comes last.
+
+Rows lie in shared memory as ``wgmma`` and TMA have them: 8 rows of 64 elements are 1,024 bytes, in
+which a row's 16-byte units are exchanged by its number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from atlas_kernels._cuda import device, f32, i32, i64
+from atlas_kernels.moe_route import each, row_route
+from atlas_kernels.moe_router_plan import ROUTER_COLUMNS, ROUTER_TILES, RouterTile
+from atlas_kernels.ptx_async import (
+    copy16,
+    copy_commit,
+    copy_wait,
+    launch_dependents,
+    wait_prerequisites,
+)
+from atlas_kernels.ptx_math import divide, fast_rsqrt, opaque, pack_bf16, remainder, unpack_bf16
+from atlas_kernels.ptx_memory import (
+    atomic_add_b32,
+    dynamic_shared,
+    fence_device,
+    load_b32,
+    load_b32x4,
+    load_l2_f32,
+    load_shared_b32,
+    load_shared_f32x4,
+    store_b32,
+    store_b32x4,
+    store_f32,
+    store_shared_b32,
+    store_shared_b32x4,
+)
+from atlas_kernels.ptx_mma import ldmatrix_x4, mma_bf16, mma_zero
+from atlas_kernels.ptx_warp import (
+    block_x,
+    lane_id,
+    num_blocks_x,
+    shuffle_xor_f32,
+    sync_threads,
+    sync_warp,
+    thread_x,
+)
+from atlas_kernels.registry import kernel
+from atlas_kernels.vector import access
+
+THREADS = 256
+_WARPS = THREADS // 32
+_ROWS = access("bf16")
+_INFINITY = np.float32(np.inf)
+
+
+def _exchange(count: int, distance: int) -> Any:
+    """(low, high, lane) → of ``count`` numbers of each the sums with those of lane ^ ``distance``.
+
+    Lanes with the bit ``distance`` keep ``high``, the others ``low``.
+    """
+    if count == 1:
+
+        @device
+        def exchange_one(low, high, lane):
+            is_high = lane & distance != 0
+            kept = high[0] if is_high else low[0]
+            sent = low[0] if is_high else high[0]
+            return (kept + shuffle_xor_f32(sent, distance),)
+
+        return exchange_one
+    half = count // 2
+    part = _exchange(half, distance)
+
+    @device
+    def exchange(low, high, lane):
+        return part(low[:half], high[:half], lane) + part(low[half:], high[half:], lane)
+
+    return exchange
+
+
+def _lane_sums(count: int, distance: int = 16) -> Any:
+    """(values, lane) → the sum over the lanes of one of ``count`` numbers, as ``warp_sum`` adds.
+
+    With 8 numbers it is that of number ``lane / 4``: each lane is spared what others add for it.
+    """
+    if count == 1:
+
+        @device
+        def lane_sum(values, lane):
+            total, step = values[0], i32(distance)
+            while step > 0:
+                total = total + shuffle_xor_f32(total, step)
+                step = i32(step >> 1)
+            return total
+
+        return lane_sum
+    half = count // 2
+    exchange, rest = _exchange(half, distance), _lane_sums(half, distance // 2)
+
+    @device
+    def lane_sums(values, lane):
+        return rest(exchange(values[:half], values[half:], lane), lane)
+
+    return lane_sums
+
+
+def _row_sum(vectors: int) -> Any:
+    """(sums of vectors, lane) → their sum over the warp's lanes, in every lane.
+
+    Vector i of a lane is what a lane of warp i has in ``rmsnorm``: the warps' sums first, then
+    their sum, in the order of ``block_sum``.
+    """
+    warp_sums, last = _lane_sums(vectors), 32 // vectors
+
+    @device
+    def row_sum(values, lane):
+        total, step = warp_sums(values, lane), i32(16)
+        while step >= last:
+            total = total + shuffle_xor_f32(total, step)
+            step = i32(step >> 1)
+        return total
+
+    return row_sum
+
+
+@device
+def _words(_, vector, row, dim):
+    """A vector of 8 elements as it lies in memory, the row's last one for those behind it."""
+    return load_b32x4(row + min(vector * 16, i32(2 * dim - 16)))
+
+
+@device
+def _squares(words, vector, _, dim):
+    """Their sum, as ``rmsnorm`` adds them."""
+    a, b = unpack_bf16(words[0])
+    c, d = unpack_bf16(words[1])
+    e, f = unpack_bf16(words[2])
+    g, h = unpack_bf16(words[3])
+    total = _add_squares(f32(0), (a, b, c, d, e, f, g, h))
+    return total if vector * 8 < dim else f32(0)
+
+
+_add_squares = _ROWS.add_squares
+
+
+@device
+def _place(row, at):
+    """Where 16 bytes of one of 8 rows lie; ``at`` counts the row's bytes."""
+    return i32((at >> 7) * 1024 + row * 128 + ((at ^ (row << 4)) & 112))
+
+
+def _ask(tile: RouterTile) -> Any:
+    """Start copying what is constant: 8 rows of the router, from ``first`` on, and the norm.
+
+    Past the last row it is the last one's: nobody stores what comes of it.
+    """
+    norm_at = tile.norm_at
+
+    @device
+    def ask(base, router, norm, first, columns, dim):
+        at, end = i32(thread_x() * 16), i32(2 * dim)
+        while at < end:
+            for j in range(ROUTER_COLUMNS):
+                source = router + i64(min(i32(first + j), i32(columns - 1))) * end
+                copy16(i32(base + _place(i32(j), at)), source + at)
+            at = i32(at + THREADS * 16)
+        at, end = i32(thread_x() * 16), i32(4 * dim)
+        while at < end:
+            copy16(i32(base + norm_at + at), norm + at)
+            at = i32(at + THREADS * 16)
+
+    return ask
+
+
+def _normalise(tile: RouterTile) -> Any:
+    """By a warp: its vectors of a row, normalised, to shared memory, and to ``out`` if not 0."""
+    rows_at, norm_at = tile.rows_at, tile.norm_at
+    load, scale, mul = _ROWS.load, _ROWS.scale, _ROWS.mul
+
+    @device
+    def normalise(base, number, row, factor, first, step, dim, out):
+        at, end = i32(first * 512 + lane_id() * 16), i32(2 * dim)
+        while at < end:
+            a, b, c, d = load_shared_f32x4(i32(base + norm_at + at * 2))
+            e, f, g, h = load_shared_f32x4(i32(base + norm_at + at * 2 + 16))
+            v = mul(scale(load(row + at), factor), (a, b, c, d, e, f, g, h))
+            words = (
+                pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
+                pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]),
+            )  # fmt: skip
+            store_shared_b32x4(i32(base + rows_at + _place(number, at)), words)
+            if out != 0:
+                store_b32x4(out + at, words)
+            at = i32(at + step * 512)
+
+    return normalise
+
+
+@device
+def _load_128(weights, rows):
+    """Fragments of 128 elements of K, 32 in each pair of loads."""
+    return (
+        (ldmatrix_x4(weights), ldmatrix_x4(rows)),
+        (ldmatrix_x4(i32(weights ^ 64)), ldmatrix_x4(i32(rows ^ 64))),
+        (ldmatrix_x4(i32(weights + 1024)), ldmatrix_x4(i32(rows + 1024))),
+        (ldmatrix_x4(i32((weights + 1024) ^ 64)), ldmatrix_x4(i32((rows + 1024) ^ 64))),
+    )
+
+
+@device
+def _multiply_32(total, pair):
+    """Two steps of 16; the lower 8 rows of the tensor core's A are zeros."""
+    a, b, zero = pair[0], pair[1], i32(0)
+    total = mma_bf16(total, (a[0], zero, a[1], zero), (b[0], b[1]))
+    return mma_bf16(total, (a[2], zero, a[3], zero), (b[2], b[3]))
+
+
+@device
+def _multiply_128(total, held):
+    total = _multiply_32(_multiply_32(total, held[0]), held[1])
+    return _multiply_32(_multiply_32(total, held[2]), held[3])
+
+
+def _multiply(tile: RouterTile) -> Any:
+    """(base, dim), by a warp → its lanes' scores: expert ``lane / 4``, rows 2 (lane % 4) and next.
+
+    Loads run ahead of the products, past the end into what lies there.
+    """
+    rows_at = tile.rows_at
+
+    @device
+    def multiply(base, dim):
+        lane, total, at, end = lane_id(), mma_zero(), i32(0), i32(16 * dim)
+        weights = i32(base + _place(i32(lane & 7), i32((lane >> 3) * 16)))
+        rows = i32(weights + rows_at)
+        held = _load_128(weights, rows)
+        while at < end:
+            others = _load_128(i32(weights + at + 2048), i32(rows + at + 2048))
+            total = _multiply_128(total, held)
+            held = _load_128(i32(weights + at + 4096), i32(rows + at + 4096))
+            if at + 2048 < end:
+                total = _multiply_128(total, others)
+            at = i32(at + 4096)
+        return total
+
+    return multiply
+
+
+@device
+def _store_scores(total, scores, stride, first, rows, columns):
+    """By the first warp."""
+    column, row = i32(first + (lane_id() >> 2)), i32((lane_id() & 3) * 2)
+    target = scores + row * stride + i64(column) * 4
+    if column < columns and row < rows:
+        store_f32(target, total[0])
+    if column < columns and row + 1 < rows:
+        store_f32(target + stride, total[1])
+
+
+@device
+def _no_fence():
+    """``mma.sync`` reads shared memory as all threads do."""
+
+
+ARGS = (
+    "ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i32 i32 i32 f32 f32 f32 i64 i64"
+    " i64"
+)
+
+
+def router_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_fence) -> Any:
+    """``moe_router``, whose first ``warps`` warps ``multiply``.
+
+    (base, dim) → scores, the first warp's as those of the ``mma.sync`` form. ``fence`` comes
+    between what all threads wrote and the barrier before it.
+    """
+    vectors, norm_at = tile.vectors, tile.norm_at
+    ask, normalise, arrived = _ask(tile), _normalise(tile), copy_wait(0)
+    words_of, squares_of = each(vectors, _words), each(vectors, _squares)
+    row_sum, route, nothing = _row_sum(vectors), row_route(tile.scores, load_l2_f32), (0,) * vectors
+
+    def moe_router(
+        x, norm, router, active, bias, normed, scores, ids, weights, counter, m, dim, columns,
+        experts, top_k, slots, use_sigmoid, normalize, eps, epsilon, scaling, x_stride,
+        normed_stride, scores_stride,
+    ):  # fmt: skip
+        launch_dependents()
+        base, lane, warp = dynamic_shared(), lane_id(), i32(thread_x() >> 5)
+        first, blocks = i32(block_x() * ROUTER_COLUMNS), num_blocks_x()
+        ask(base, router, norm, first, columns, dim)
+        copy_commit()
+        # 1, 2, 4 or 8 rows, of which the last may be the same one, and the warps of each.
+        shift = i32(i32(m > 1) + i32(m > 2) + i32(m > 4))
+        row = min(i32(warp & ((1 << shift) - 1)), i32(m - 1))
+        is_active = i32(0)
+        if active != 0:
+            is_active = load_b32(active + row * 4)
+        source = x + row * x_stride
+        wait_prerequisites()
+        words = words_of(nothing, lane, source, dim)
+        arrived()
+        sync_threads()  # the norm's weights are there, while the rows are on their way
+        total = row_sum(squares_of(words, lane, i32(0), dim), lane)
+        mean = divide(total, f32(dim))
+        mean = mean if total < _INFINITY else total
+        factor = fast_rsqrt(mean + eps)
+        out = i64(0)
+        if remainder(row, blocks) == block_x():
+            out = normed + row * normed_stride
+        normalise(base, row, source, factor, warp >> shift, i32(_WARPS >> shift), dim, out)
+        fence()
+        sync_threads()
+        if warp < warps:
+            sums = multiply(base, dim)
+            if warp == 0:
+                _store_scores(sums, scores, scores_stride, first, m, columns)
+                sync_warp()
+                if lane == 0:
+                    fence_device()
+                    finished = atomic_add_b32(counter, 1)
+                    fence_device()
+                    if finished == blocks - 1:
+                        store_b32(counter, 0)
+                    store_shared_b32(base + norm_at, finished)
+        # A warp with nothing to multiply runs the choice before, on other numbers, for the
+        # instruction cache: it is one and the same code.
+        turn = opaque(i32(1 if warp == warps else 0))
+        while turn >= 0:
+            number, own_scores, last = i32(0), i64(norm), i64(0)
+            num_scores, num_choices, num_slots = min(experts, dim), i32(1), i32(0)
+            runs = True
+            if turn == 0:
+                sync_threads()
+                number, own_scores = is_active, i64(scores + row * scores_stride)
+                if columns > experts:
+                    last = i64(own_scores + experts * 4)
+                num_scores, num_choices, num_slots = experts, top_k, slots
+                runs = warp < m and load_shared_b32(base + norm_at) == blocks - 1
+            if runs:
+                route(
+                    row, number, own_scores, last, bias, ids, weights, num_scores, num_choices,
+                    num_slots, use_sigmoid, normalize, epsilon, scaling,
+                )  # fmt: skip
+            turn = i32(turn - 1)
+
+    return moe_router
+
+
+@kernel(
+    "moe_router",
+    args=ARGS,
+    threads=THREADS,
+    shared=lambda tile: tile.shared_bytes,
+    variants={name: (tile,) for name, tile in ROUTER_TILES.items()},
+)
+def make_moe_router(tile: RouterTile) -> Any:
+    """normed, scores, ids and weights of up to 8 rows x [m, D]; grid (⌈columns / 8⌉).
+
+    - ``norm`` float32 [D] and ``eps``; ``router`` bf16 [columns, D], of which the first ``experts``
+      are the experts, and with ``slots`` = top_k + 1 the next one is the shared expert's;
+    - ``active``, ``bias`` and all that ``moe_route`` has by these names;
+    - ``normed`` bf16 [m, D], ``scores`` float32 [m, columns], written as ids and weights are;
+    - ``counter`` int32 [1]: zero, and zero again afterwards.
+
+    D is a multiple of 128; rows of x, ``norm`` and ``router`` lie at multiples of 16 bytes, strides
+    in bytes. ``active`` is read before the wait.
+    """
+    return router_kernel(tile, _multiply(tile), 1)

@@ -1,0 +1,82 @@
+"""Which router kernel a layer gets; needs no compiler and no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROUTER_ROWS = 8
+"""Rows that ``moe_router`` takes: as many as the tensor core's product has for them, and a warp
+each. More rows go through the norm, the step GEMM and ``moe_route``, which give the same bits."""
+ROUTER_COLUMNS = 8
+"""Experts of a thread block: the columns of a product of the tensor core."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterTile:
+    """A form of ``moe_router``.
+
+    Attributes
+    ----------
+    vectors : int
+        Vectors of 8 elements of a row that a lane has, a power of two, at most 16: then no thread
+        of ``rmsnorm`` has two of them, and its sums are those of the vectors.
+    scores : int
+        A row's scores that a lane has, a power of two.
+    """
+
+    vectors: int
+    scores: int
+
+    @property
+    def dim(self) -> int:
+        """The longest row."""
+        return 256 * self.vectors
+
+    @property
+    def experts(self) -> int:
+        """The most experts."""
+        return 32 * self.scores
+
+    @property
+    def rows_at(self) -> int:
+        """Where the normalised rows lie: after the thread block's 8 rows of the router."""
+        return 16 * self.dim
+
+    @property
+    def norm_at(self) -> int:
+        """Where the norm's weights lie, after those."""
+        return 32 * self.dim
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory."""
+        return 36 * self.dim
+
+
+ROUTER_TILES: dict[str, RouterTile] = {
+    f"d{dim}_e{experts}": RouterTile(dim // 256, experts // 32)
+    for dim in (2048, 4096)
+    for experts in (256, 512)
+}
+"""``moe_router_<variant>``, and for sm_90a ``moe_router_wgmma_<variant>``."""
+
+
+def router_variant(rows: int, *, dim: int, experts: int, shared_bytes: int) -> str | None:
+    """The kernel for a number of rows, or None: then the three kernels that it stands for.
+
+    Parameters
+    ----------
+    rows : int
+    dim : int
+        Of a row; 128 elements are a step of its loop.
+    experts : int
+        Without the shared one.
+    shared_bytes : int
+        Dynamic shared memory that a thread block may have.
+    """
+    if rows > ROUTER_ROWS or dim % 128:
+        return None
+    for name, tile in ROUTER_TILES.items():
+        if dim <= tile.dim and experts <= tile.experts and tile.shared_bytes <= shared_bytes:
+            return name
+    return None
