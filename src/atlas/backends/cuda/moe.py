@@ -37,6 +37,9 @@ _LARGE_SM, _SMALL_SM = (9, 0), (12, 0)  # from and below: thread blocks of up to
 _SHARED_BYTES, _LEAST_SHARED_BYTES = 227 * 1024, 99 * 1024  # there, and on every GPU since sm_80
 _MOST_EXPERTS, _MOST_CHOICES = 1024, 31
 _COMBINE_COLUMNS = 1024
+_AT_ONCE_ROWS, _WGMMA_EXPERTS = 4, 256
+"""Rows up to which one kernel routes faster than three, and experts up to which its form with
+``wgmma`` is the faster one: measured, see benchmarks/NOTES.md."""
 _EPSILON = 1e-20
 _TILE_ENTRY_BYTES = 16
 
@@ -95,7 +98,7 @@ def moe_router(
     rows, dim = x.shape
     _check_choice(rows, num_experts, scoring, bias, num_groups, top_groups, slots, ids, weights)
     variant = None
-    if _is_routed_at_once(x, norm, router, normed, scores):
+    if rows <= _AT_ONCE_ROWS and _is_routed_at_once(x, norm, router, normed, scores):
         is_large = _LARGE_SM <= queue.device.capability < _SMALL_SM
         room = _SHARED_BYTES if is_large else _LEAST_SHARED_BYTES
         variant = router_variant(rows, dim=dim, experts=num_experts, shared_bytes=room)
@@ -115,7 +118,8 @@ def moe_router(
     args += (normed, scores, ids, weights, counter, rows, dim, router.rows, num_experts, top_k)
     args += (ids.shape[1], int(scoring == "sigmoid"), int(normalize), norm_eps, _EPSILON, scale)
     args += (x.strides[0], normed.strides[0], scores.strides[0])
-    name = f"moe_router_{'wgmma_' if queue.device.arch == 'sm_90a' else ''}{variant}"
+    is_wgmma = queue.device.arch == "sm_90a" and num_experts <= _WGMMA_EXPERTS
+    name = f"moe_router_{'wgmma_' if is_wgmma else ''}{variant}"
     queue.launch(name, (-(-router.rows // ROUTER_COLUMNS), 1), args, router)
 
 
