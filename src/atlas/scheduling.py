@@ -34,7 +34,8 @@ class SchedulingOptions:
         Whether blocks made by generated tokens may serve later prompts.
     state_snapshots : int
         Of a model with recurrent layers: states kept for prompts that begin alike and for rewinds;
-        each takes as much memory as a running sequence's. 0: every prompt runs whole.
+        each takes as much memory as a running sequence's. 0: every prompt runs whole, as do short
+        ones on a GPU, where a state of fewer than 256 tokens saves no time.
     token_deadline_s : float
         Above 0: no prompt runs while a running sequence's last token is older than 80 % of it.
     aging_s : float

@@ -117,6 +117,7 @@ class StepLoop:
             slots=None if states is None else states.running,
             chunk_unit=core.chunk_unit,
             tail_unit=tail_unit(core) if states and states.snapshots.num_total else 0,
+            tail_least=core.runtime.tail_least,
             compact_slots=False,  # kernels look slots up; a move would copy a state for nothing
             max_running=options.max_running,
             max_step_tokens=core.limits.max_rows,

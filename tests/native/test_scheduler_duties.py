@@ -76,6 +76,15 @@ def test_c_a_chunk_ends_at_the_tail_split(length: int, ends: list[int]) -> None:
     assert marked == [end for end in ends[:-1] if end == (length - 1) // 4 * 4]
 
 
+@pytest.mark.parametrize(("least", "ends"), [(12, [12, 16]), (13, [16])])
+def test_c_a_short_prompt_is_not_split(least: int, ends: list[int]) -> None:
+    limits = {"chunk_tokens": 32, "max_step_tokens": 64}
+    driver = Driver(64, tail_unit=4, tail_least=least, recurrent=True, **limits)
+    handle = driver.add(prompt(16), 2)
+    driver.drain()
+    assert [start + rows for start, rows in chunks(driver, handle)] == ends
+
+
 def test_c_chunks_end_at_multiples_of_the_recurrence_chunk_or_in_the_tail() -> None:
     driver = Driver(64, chunk_unit=8, chunk_tokens=13, max_step_tokens=30, recurrent=True)
     handle = driver.add(prompt(45), 2)

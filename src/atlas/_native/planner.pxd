@@ -20,6 +20,7 @@ cdef class Planner:
     cdef int64_t chunk_tokens
     cdef int64_t chunk_unit
     cdef int64_t tail_unit
+    cdef int64_t tail_least
     cdef int64_t token_deadline_us
     cdef bint separate             # decode and prefill never share a step
     cdef bint last_was_prefill

@@ -242,7 +242,9 @@ cdef class Planner:
         if not self.tail_unit:
             return 0
         tail = (request.prompt_len - 1) // self.tail_unit * self.tail_unit
-        return tail if tail > request.matched_len else 0
+        if tail <= request.matched_len or tail - request.matched_len < self.tail_least:
+            return 0
+        return tail
 
     cdef int64_t branch_split(self, request_t *request) noexcept nogil:
         """Where other prompts may leave this one's way, as far as is known; 0 = nowhere."""

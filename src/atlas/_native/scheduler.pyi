@@ -37,6 +37,7 @@ class Scheduler:
         reuse_generated: bool = True,
         chunk_unit: int = 1,
         tail_unit: int = 0,
+        tail_least: int = 0,
         single_chunk: bool = False,
         one_at_a_time: bool = False,
         separate: bool = False,

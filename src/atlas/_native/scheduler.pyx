@@ -78,6 +78,8 @@ cdef class Scheduler:
         Non-last chunks end at multiples of ``chunk_unit`` or after the last one (1 = anywhere).
         Above 0, a chunk ends at ⌊(n − 1) / tail_unit⌋ · tail_unit of n prompt tokens, and where
         more of the prompt is cached than a snapshot reaches.
+    tail_least : int
+        Uncached tokens before the former of those ends from which it is worth a chunk of its own.
     single_chunk, one_at_a_time, separate : bool
         The model's ``requires_single_chunk``, ``hc_mult > 0`` and ``experts.is_parallel``.
     rollback_unsupported : bool
@@ -97,9 +99,9 @@ cdef class Scheduler:
             int64_t max_prefills=8, int64_t watermark=256, int64_t max_verify_rows=8,
             int64_t immune_tokens=64, int64_t aging_us=0, int64_t token_deadline_us=0,
             bint spill=False, bint reuse_generated=True, int64_t chunk_unit=1,
-            int64_t tail_unit=0, bint single_chunk=False, bint one_at_a_time=False,
-            bint separate=False, bint rollback_unsupported=False, bint compact_slots=True,
-            can_batch=None, rungs=()):
+            int64_t tail_unit=0, int64_t tail_least=0, bint single_chunk=False,
+            bint one_at_a_time=False, bint separate=False, bint rollback_unsupported=False,
+            bint compact_slots=True, can_batch=None, rungs=()):
         cdef int64_t most = 1 if one_at_a_time else max_running
         cdef RunningSet running
         cdef Planner planner
@@ -111,7 +113,7 @@ cdef class Scheduler:
         for name, value in (
                 ("watermark", watermark), ("immune_tokens", immune_tokens),
                 ("aging_us", aging_us), ("token_deadline_us", token_deadline_us),
-                ("tail_unit", tail_unit)):
+                ("tail_unit", tail_unit), ("tail_least", tail_least)):
             at_least(name, value, 0)
         if depth > MAX_DEPTH:
             raise InvalidArgumentError(f"depth is {depth}; allowed: 1 … {MAX_DEPTH}")
@@ -147,6 +149,7 @@ cdef class Scheduler:
         planner.chunk_tokens = chunk_tokens
         planner.chunk_unit = chunk_unit
         planner.tail_unit = tail_unit
+        planner.tail_least = tail_least
         planner.token_deadline_us = token_deadline_us
         planner.separate = separate
         self._plans = [

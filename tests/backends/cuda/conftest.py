@@ -46,8 +46,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostGpu]:
 
 
 @pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
-def cuda(request: pytest.FixtureRequest) -> str:
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """``device="cuda"`` on the host's memory and, under ``-m gpu``, on a GPU."""
+    monkeypatch.setattr(runtime.CudaRuntime, "tail_least", 0)  # prompts of these tests are short
     if request.param == "host":
         request.getfixturevalue("gpu")
     return str(request.param)

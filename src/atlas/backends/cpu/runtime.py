@@ -57,6 +57,7 @@ class CpuRuntime:
         "a warm prefix cache gives a cold one's bits",
     )
     samples = False  # tokens other than the greedy ones are the samplers' choice
+    tail_least = 0  # a prompt's time is its tokens' products
     gains_by_feed = False  # a step runs in the thread that plans the next one
     recurrence_chunk = 1
     has_two_phases = True

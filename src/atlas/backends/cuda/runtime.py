@@ -72,6 +72,9 @@ class CudaRuntime:
     name = "cuda"
     samples = True
     gains_by_feed = True
+    tail_least = 256
+    """Prompt tokens that a sweep over the weights computes in the time that it takes anyway: for
+    fewer, a snapshot of recurrent states is not worth the second sweep that it costs."""
     recurrence_chunk = CHUNK
     has_two_phases = False  # a prompt's recurrence goes on from piece to piece, with the same bits
     kinds: tuple[ForwardKind, ...] = ("graphed", "eager")
