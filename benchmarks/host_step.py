@@ -37,11 +37,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 import atlas.engine  # noqa: E402
 from atlas import Engine, SamplingParams  # noqa: E402
 from atlas.backends.cuda import backend, device, probe, readback, runtime, sampling  # noqa: E402
+from atlas.backends.cuda.small_copies import SmallCopies  # noqa: E402
 from atlas.model import core  # noqa: E402
 from atlas.step_loop import StepLoop  # noqa: E402
 from atlas.tokenizer import load_tokenizer  # noqa: E402
 from benchmarks.random_checkpoint import SHAPES, RandomCheckpoint  # noqa: E402
-from tests.backends.cuda.host_gpu import HostGpu, HostKernels, host_ops  # noqa: E402
+from tests.backends.cuda.host_gpu import KERNELS, HostGpu, HostKernels, host_ops  # noqa: E402
 
 PROMPT_LEN, CHUNK_TOKENS = 128, 1024
 SKIPPED = 4  # decode steps until everything is recorded
@@ -85,6 +86,8 @@ class IdleGpu(HostGpu):
         pass
 
     def _launch(self, config: Any, function: int, pointers: Any, extra: Any) -> int:
+        if KERNELS[function] == SmallCopies.kernel:
+            return super()._launch(config, function, pointers, extra)
         return 0
 
 

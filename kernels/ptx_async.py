@@ -20,11 +20,12 @@ wait_prerequisites = instruction("", "", "griddepcontrol.wait;", collective=True
 """Wait until the kernels before this one have ended and their writes are visible.
 
 Every kernel calls both. With triggers at the top, a kernel's beginning may overlap with any kernel
-before it in the same list or graph, not just with the last one; but lists and graphs begin after
-whatever was on the stream before (copies, other graphs) has ended. So before the wait
+before it in the same list or graph, not just with the last one; but a list begins after the copies
+and graphs before it on the stream have ended, and a graph after everything. So before the wait
 
 - constants (weights, tables) may be read, what the host copied for the step (positions, slots,
-  block tables, ranges of rows), and keys and values that earlier steps stored;
+  block tables, ranges of rows; a kernel may bring them to a graph alone), and keys and values that
+  earlier steps stored;
 - nothing that a kernel of the same step writes may be read, and nothing written.
 
 A thread block that has nothing to do may leave without waiting, as long as one of its grid waits:

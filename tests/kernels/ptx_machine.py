@@ -350,6 +350,8 @@ class _Block:
             self._write(target, self._read(source), active)
 
     def _access(self, parts: list[str], operands: list[str], active: Array) -> None:
+        if parts[1] == "relaxed":  # with a scope: all threads see one memory here
+            parts = [parts[0], *parts[3:]]
         is_load, space, kind = parts[0] == "ld", parts[1], parts[-1]
         targets = operands[0] if is_load else operands[1]
         inside = re.fullmatch(r"\[(.+)\]", operands[1] if is_load else operands[0])

@@ -139,3 +139,20 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(StaleHandleError, match="already running"):
         driver.list.run(STREAM)
     assert len(driver.list) == 1
+
+
+def test_a_launch_is_patched() -> None:
+    driver = FakeDriver(words=2)
+    driver.list.append_kernel("a", 0xF00, (3, 2, 1), 128, 0, 1, False, (1, 2))
+    driver.list.patch(0, 7, (-5, 1 << 40))
+    assert driver.list.run(STREAM) == (0, None)
+    assert driver.launched[0]["grid"] == (7, 1, 1)
+    assert driver.launched[0]["words"] == [struct.pack("<q", -5), struct.pack("<q", 1 << 40)]
+    with pytest.raises(InvalidArgumentError, match="a got 1 arguments; allowed: 2"):
+        driver.list.patch(0, 1, (1,))
+    driver.list.append_call(lambda stream: driver.list.patch(0, 1, (1, 2)))
+    for launch in (-1, 1, 2):
+        with pytest.raises(InvalidArgumentError, match=f"launch {launch} is no kernel"):
+            driver.list.patch(launch, 1, (1, 2))
+    with pytest.raises(StaleHandleError, match="running"):
+        driver.list.run(STREAM)

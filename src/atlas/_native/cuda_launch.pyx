@@ -38,6 +38,7 @@ ctypedef struct entry:
     void *function
     launch_config config
     launch_attribute attributes[2]
+    int64_t num_words
     int64_t *words      # of the arguments
     void **pointers     # to each of them
 
@@ -106,6 +107,7 @@ cdef class CudaLaunchList:
             self._entries = grown
         item = &self._entries[self._num_entries]
         item.kind, item.function = kind, <void *>function
+        item.num_words = count
         item.words = <int64_t *>calloc(max(1, count), sizeof(int64_t))
         item.pointers = <void **>calloc(max(1, count), sizeof(void *))
         if item.words == NULL or item.pointers == NULL:
@@ -157,6 +159,22 @@ cdef class CudaLaunchList:
             attribute.value[i] = 0
         attribute.value[0], attribute.value[1], attribute.value[2] = x, y, z
         item.config.num_attributes += 1
+
+    def patch(self, int64_t launch, uint32_t num_blocks, tuple args):
+        """Change a kernel launch's grid to (num_blocks, 1, 1), and all of its arguments."""
+        cdef int64_t i, count = len(args)
+        cdef entry *item
+        if self._running:
+            raise StaleHandleError("this launch list is running")
+        if not 0 <= launch < self._num_entries or self._entries[launch].kind != KERNEL:
+            raise InvalidArgumentError(f"launch {launch} is no kernel of this list")
+        item = &self._entries[launch]
+        if count != item.num_words:
+            raise InvalidArgumentError(
+                f"{self.names[launch]} got {count} arguments; allowed: {item.num_words}")
+        for i in range(count):
+            item.words[i] = args[i]
+        item.config.grid[0], item.config.grid[1], item.config.grid[2] = num_blocks, 1, 1
 
     def append_matmul(self, size_t function, tuple args):
         """Add a call of ``cublasLtMatmul`` at ``function``: its 15 arguments before the stream."""

@@ -29,8 +29,19 @@ from tests.kernels.launches import decode, encode
 from tests.native.test_cuda_launch import LAUNCH
 
 Array = np.ndarray[Any, Any]
-_KERNELS = ("", "feed_tokens", "cast_f32_bf16", "cast_f16_bf16", "copy_slot", "copy_blocks")
-_ARGUMENTS = (("x", "ptr"), ("out", "ptr"), ("count", "i64"), ("size", "i64"))
+KERNELS = (
+    "",
+    "feed_tokens",
+    "cast_f32_bf16",
+    "cast_f16_bf16",
+    "copy_slot",
+    "copy_blocks",
+    "fetch_inputs",
+    "copy_words",
+)
+_COUNTS = {"copy_blocks": 4, "fetch_inputs": 7}
+"""Arguments, where they are not three."""
+_ARGUMENTS = tuple((name, "i64") for name in "abcdefg")
 
 
 class _Names:
@@ -232,12 +243,19 @@ class HostGpu:
             work()
 
     def _launch(self, config: Any, function: int, pointers: Any, extra: Any) -> int:
-        """The kernels that are launched by name: casts while loading, and ``feed_tokens``."""
-        words = [int.from_bytes(ctypes.string_at(pointers[i], 8), "little") for i in range(3)]
-        name = _KERNELS[function]
+        """The kernels that are launched by name: casts while loading, copies and feeds."""
+        name = KERNELS[function]
+        count = _COUNTS.get(name, 3)
+        words = [int.from_bytes(ctypes.string_at(pointers[i], 8), "little") for i in range(count)]
         if name == "copy_blocks":
-            size = int.from_bytes(ctypes.string_at(pointers[3], 8), "little")
-            return self._copy_blocks(*config.contents.grid[:2], *words, size)
+            return self._copy_blocks(*config.contents.grid[:2], *words)
+        if name == "fetch_inputs":
+            return self._fetch_inputs(config.contents.grid[0], *words)
+        if name == "copy_words":
+            assert config.contents.grid[0] == -(-words[2] // 128)
+            self.log.append("words")
+            ctypes.memmove(words[1], words[0], 4 * words[2])
+            return 0
         if name == "copy_slot":
             return self._copy_slot(config.contents.grid[0], *words)
         if name.startswith("cast"):
@@ -247,12 +265,32 @@ class HostGpu:
             rounded = encode(values, "bf16")
             ctypes.memmove(words[1], rounded.ctypes.data, rounded.nbytes)
             return 0
+        self._feed_tokens(*words)
+        return 0
+
+    def _feed_tokens(self, place: int, tokens: int, count: int) -> None:
         self.log.append("feed")
-        ids = np.ctypeslib.as_array((ctypes.c_int32 * words[2]).from_address(words[0]))
+        ids = np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(place))
         rows = np.flatnonzero(ids <= -2)
         most = int((-2 - ids[rows]).max(initial=0)) + 1
-        chosen = np.ctypeslib.as_array((ctypes.c_int32 * most).from_address(words[1]))
+        chosen = np.ctypeslib.as_array((ctypes.c_int32 * most).from_address(tokens))
         ids[rows] = chosen[-2 - ids[rows]]
+
+    def _fetch_inputs(
+        self, num_blocks: int, source: int, target: int, table: int, chosen: int, *sizes: int
+    ) -> int:
+        count, rows, columns = sizes
+        self.log.append("fetch")
+        pieces = np.ctypeslib.as_array((ctypes.c_int32 * (3 * count)).from_address(table))
+        shapes = pieces.reshape(-1, 3).tolist()
+        ids, last = shapes[0], min(rows + 1, shapes[-1][1]) * columns
+        assert num_blocks == (count - 1) * -(-(rows + 1) // 128) + -(-last // 128)
+        for at, entries, pitch in shapes:
+            for row in range(min(rows + 1, entries)):
+                place = 4 * (at + row * pitch)
+                ctypes.memmove(target + place, source + place, 4 * min(columns, pitch))
+        if (np.ctypeslib.as_array((ctypes.c_int32 * rows).from_address(target)) <= -2).any():
+            self._feed_tokens(target + 4 * ids[0], chosen, min(rows + 1, ids[1]))
         return 0
 
     def _copy_blocks(
@@ -289,11 +327,11 @@ class HostKernels:
         self.asked += names
 
     def __getitem__(self, name: str) -> Any:
-        count = 4 if name == "copy_blocks" else 3
+        count = _COUNTS.get(name, 3)
         info = SimpleNamespace(
             arguments=_ARGUMENTS[:count], threads=128, dynamic_shared_bytes=0, cluster=1, name=name
         )
-        return SimpleNamespace(info=info, module=1, function=_KERNELS.index(name))
+        return SimpleNamespace(info=info, module=1, function=KERNELS.index(name))
 
     def forget(self, names: object) -> None:
         pass

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from atlas.backends.cuda import fetch
 from atlas.errors import CapabilityError, KernelError, OutOfMemoryError
 from atlas.model.circuit import ForwardSelection
 from atlas.model.load import LoadedModel
@@ -163,7 +164,7 @@ def test_a_verify_is_serial_decoding(on_cuda: LoadedModel) -> None:
     np.testing.assert_array_equal(model.logits.to_host(view)[0], serial[3])
 
 
-def test_one_copy_brings_a_step_its_integers(gpu: HostGpu, loaded: LoadedModel) -> None:
+def test_one_kernel_brings_a_step_its_integers(gpu: HostGpu, loaded: LoadedModel) -> None:
     rows_of(loaded)
     model = loaded.model
     seq = model.lifecycle.alloc_sequence()
@@ -171,8 +172,35 @@ def test_one_copy_brings_a_step_its_integers(gpu: HostGpu, loaded: LoadedModel) 
     gpu.log.clear()
     model.forward.decode(3, seq)
     kinds = [entry.partition(" ")[0] for entry in gpu.log]
-    # In: wait for the region, copy, record. The step. Out: wait for the slot, copy, record.
-    assert kinds == ["wait", "copy", "record", "graph", "wait", "copy", "record"]
+    # Wait for the region, fetch. The step. Wait for the slot, copy, record it and the region.
+    assert kinds == ["wait", "fetch", "graph", "wait", "words", "record", "record"]
+
+
+@pytest.mark.parametrize(
+    ("fetched", "copied", "worth"),
+    [
+        (64 << 10, 0, True),
+        ((64 << 10) + 4, 80 << 10, False),
+        (80 << 10, 160 << 10, True),
+        (80 << 10, 150 << 10, False),
+    ],
+)
+def test_few_bytes_or_less_than_half_of_a_copy_s_are_fetched(
+    fetched: int, copied: int, worth: bool
+) -> None:
+    assert fetch.worth_a_kernel(fetched, copied) == worth
+
+
+def test_a_step_whose_tables_are_copied_has_the_same_bits(
+    gpu: HostGpu, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = rows_of(loaded)
+    assert gpu.log.count("fetch") == 3
+    monkeypatch.setattr(fetch, "worth_a_kernel", lambda fetched, copied: False)
+    gpu.log.clear()
+    np.testing.assert_array_equal(rows_of(loaded), want)
+    assert gpu.log.count("fetch") == 0
+    assert gpu.log.count("graph") == 3
 
 
 def test_a_fault_of_the_device_ends_the_model(gpu: HostGpu, loaded: LoadedModel) -> None:

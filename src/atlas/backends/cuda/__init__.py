@@ -7,6 +7,7 @@ library. Files named like those of ``atlas.ops`` compute launches; the others ar
 - ``array``: views of device memory; ``memory``: arenas and pinned host memory
 - ``launch``: the queue that ops write to; ``graph``: its lists, captured
 - ``module``: compiled kernels on the device; ``loading``: weights through pinned buffers
+- ``inputs``, ``fetch``: a step's integers; ``small_copies``, ``readback``: what it chose
 - ``pools``: the paged KV pools; ``runtime``: what a model calls; ``backend``: what a load calls
 - ``translation``: the runtime of encoder-decoders; ``candidates``: what beam search asks of logits
 """

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from atlas.backends.backend import Shapes
 from atlas.backends.cuda.array import ITEM_BYTES, DeviceArray
 from atlas.backends.cuda.candidates import candidates_bytes
+from atlas.backends.cuda.fetch import pieces_bytes
 from atlas.backends.cuda.inputs import InputLayout, input_names, is_translation
 from atlas.backends.cuda.memory import Arena, aligned
 from atlas.backends.cuda.sampling import table_bytes
@@ -47,7 +48,8 @@ def padded_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def buffer_bytes(shapes: Shapes) -> int:
     """Bytes of the arena that ``CudaRuntime.buffers`` takes."""
-    total = aligned(InputLayout(shapes).nbytes) + aligned(4 * shapes["logits"][0])
+    layout = InputLayout(shapes)
+    total = aligned(layout.nbytes) + pieces_bytes(layout) + aligned(4 * shapes["logits"][0])
     total += table_bytes(shapes["block_tables"][0])
     if is_translation(shapes):
         total += candidates_bytes(shapes)

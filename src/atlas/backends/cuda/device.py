@@ -128,7 +128,7 @@ class CudaDevice:
             self.driver(self.driver.api.cuMemFree(address))
 
     def allocate_pinned(self, nbytes: int) -> int:
-        """Address of page-locked host memory."""
+        """Address of page-locked host memory, the same for the host and for kernels."""
         return int(self.driver(self.driver.api.cuMemHostAlloc(nbytes, 0), "pinning host memory"))
 
     def free_pinned(self, address: int) -> None:

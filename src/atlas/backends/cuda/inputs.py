@@ -1,4 +1,4 @@
-"""A step's integers: written by the host into pinned memory, copied to the device as one piece."""
+"""A step's integers: written by the host into pinned memory, brought to the device as one piece."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class InputLayout:
 class InputRegion:
     """One copy of the integers in pinned memory, as NumPy arrays under the names of the buffers.
 
-    ``event`` stands for the copy to the device, after which the host may write again.
+    ``event`` stands for a step that has read them, after which the host may write again.
     """
 
     def __init__(self, device: CudaDevice, layout: InputLayout) -> None:

@@ -13,6 +13,7 @@ from atlas.backends.cuda.memory import PinnedMemory
 
 if TYPE_CHECKING:
     from atlas.backends.cuda.device import CudaDevice
+    from atlas.backends.cuda.small_copies import SmallCopies
     from atlas.ops.sampling import Sampled
     from atlas.sampling_table import Scores
 
@@ -45,14 +46,17 @@ class ReadBacks:
     Parameters
     ----------
     device : CudaDevice
+    copies : SmallCopies
     logits : float32 [R, C]
         The arena.
     chosen : int32 [R]
         The greedy id of each of its rows.
     """
 
-    def __init__(self, device: CudaDevice, logits: DeviceArray, chosen: DeviceArray) -> None:
-        self._device = device
+    def __init__(
+        self, device: CudaDevice, copies: SmallCopies, logits: DeviceArray, chosen: DeviceArray
+    ) -> None:
+        self._device, self._copies = device, copies
         self._logits = logits
         self._chosen = chosen
         self._slots = [_Slot(device, len(chosen)) for _ in range(_RING)]
@@ -65,8 +69,8 @@ class ReadBacks:
         slot = self._slots[self._turn % _RING]
         self._device.wait(slot.event)  # of three steps ago
         slot.turn = self._turn
-        chosen = self._chosen[first : first + count]
-        self._device.copy_out(slot.pinned.address + 4 * first, chosen.address, chosen.nbytes)
+        at = 4 * first
+        self._copies.copy_out(slot.pinned.address + at, self._chosen.address + at, 4 * count)
         self._device.record(slot.event)
         self._last = first, count
 

@@ -19,8 +19,9 @@ from atlas.backends.cuda.block_copies import BlockCopies
 from atlas.backends.cuda.buckets import PROMPT_SIZES, bucket
 from atlas.backends.cuda.buffers import buffer_bytes, read_array, take_rows
 from atlas.backends.cuda.device import CudaDevice
+from atlas.backends.cuda.fetch import InputFetch
 from atlas.backends.cuda.graph import CapturedGraph
-from atlas.backends.cuda.inputs import InputLayout, InputRegion, fed
+from atlas.backends.cuda.inputs import InputLayout, InputRegion, fed, is_translation
 from atlas.backends.cuda.launch import KernelLaunch, Queue, Recording
 from atlas.backends.cuda.loading import Loader
 from atlas.backends.cuda.memory import Arena, Workspace
@@ -29,6 +30,7 @@ from atlas.backends.cuda.products import open_products
 from atlas.backends.cuda.readback import ReadBacks, StepReadBack
 from atlas.backends.cuda.recurrent_pools import CudaRecurrentPools
 from atlas.backends.cuda.sampling import Sampling
+from atlas.backends.cuda.small_copies import SmallCopies
 from atlas.backends.cuda.teardown import OwnStream, RecordedStep, Teardown
 from atlas.errors import AtlasError
 from atlas.layers.step import StepBuffers
@@ -96,7 +98,10 @@ class CudaRuntime:
         self._regions: list[InputRegion] = []
         self._turn = 0
         self._feeds: dict[int, CudaLaunchList] = {}  # by number of rows
-        self._by_name = {"feed_tokens", BlockCopies.kernel}  # kernels that no list holds
+        self._fetch: InputFetch | None = None
+        self._copies = SmallCopies(device)
+        # Kernels that no list holds.
+        self._by_name = {"feed_tokens", BlockCopies.kernel, InputFetch.kernel, SmallCopies.kernel}
         # An engine that is dropped gives its memory back too; at exit the process does.
         weakref.finalize(self, self._teardown.close).atexit = False
         try:
@@ -172,10 +177,14 @@ class CudaRuntime:
         max_logits = shapes["logits"][0]
         self._chosen = arena.take((max_logits,), "int32", zero=True)
         self._regions = [self._own(InputRegion(device, layout)) for _ in range(2)]
-        self._readbacks = self._own(ReadBacks(device, arrays["logits"], self._chosen))
+        copies = self._copies
+        copies = self._copies
+        self._readbacks = self._own(ReadBacks(device, copies, arrays["logits"], self._chosen))
+        if not is_translation(shapes):
+            self._fetch = InputFetch(device, arena, layout, self._mirror, self._chosen)
         self._limits = shapes["token_ids"][0], shapes["block_tables"][0], max_logits
         self._sampling = self._own(
-            Sampling(device, arena, shapes["block_tables"][0], arrays, self._chosen)
+            Sampling(device, copies, arena, shapes["block_tables"][0], arrays, self._chosen)
         )
         self.ops = bind(self.functions, Queue(device, self.workspace))
         return arrays, arena
@@ -249,16 +258,18 @@ class CudaRuntime:
         device, region, padded = self.device, self._regions[self._turn], self.padded(shape)
         step = self._step(network, buffers, padded)
         nbytes = self._pad(region, shape, padded)
-        device.copy_in(self._mirror.address, region.pinned.address, nbytes)
+        if step.graph is None or self._fetch is None or not self._fetch.run(region, padded):
+            device.copy_in(self._mirror.address, region.pinned.address, nbytes)
+            if region.num_fed:
+                device.run(self._feeding(buffers, region.num_fed))
         table = self._sampling.copy_in(self._turn)
-        device.record(region.event)
-        if region.num_fed:
-            device.run(self._feeding(buffers, region.num_fed))
         if step.graph is not None:
             step.graph.launch()
         else:
             device.run(step.launches)
         self._choose(buffers, shape, table)
+        # Not where the region has been read, as the step would then begin after the record.
+        device.record(region.event)
 
     def _pad(self, region: InputRegion, shape: Any, padded: Any) -> int:
         """Fill what the padded shape has more; the bytes of integers that are copied."""

@@ -24,6 +24,7 @@ from atlas.sampling_table import (
 
 if TYPE_CHECKING:
     from atlas.backends.cuda.device import CudaDevice
+    from atlas.backends.cuda.small_copies import SmallCopies
 
 _RING = 3  # steps whose scores may be under way: two, and the one that is being read
 KERNELS = tuple(
@@ -170,6 +171,7 @@ class Sampling:
     Parameters
     ----------
     device : CudaDevice
+    copies : SmallCopies
     arena : Arena
         Gives ``table_bytes``.
     max_draws : int
@@ -185,12 +187,13 @@ class Sampling:
     def __init__(
         self,
         device: CudaDevice,
+        copies: SmallCopies,
         arena: Arena,
         max_draws: int,
         buffers: Mapping[str, DeviceArray],
         chosen: DeviceArray,
     ) -> None:
-        self._device, self._max_draws = device, max_draws
+        self._device, self._copies, self._max_draws = device, copies, max_draws
         self._buffers, self._chosen = buffers, chosen
         self._rows = arena.take((max_draws, ROW_WORDS), "int32", zero=True)
         self._score_rows = arena.take((max_draws, ROW_WORDS), "int32", zero=True)
@@ -218,7 +221,7 @@ class Sampling:
         """Copy a step's table to the device."""
         table, (rows, edits, scores) = self._tables[turn]
         if table.num_rows:
-            copy = self._device.copy_in
+            copy = self._copies.copy_in
             table.pad(self._padded(table.num_rows), self._padded(table.num_scores))
             copy(self._rows.address, rows.address, self._padded(table.num_rows) * ROW.itemsize)
             if table.num_edits:
@@ -240,7 +243,7 @@ class Sampling:
         if num_scores:
             self._turn = (self._turn + 1) % _RING
             target, scores = self._results[self._turn], self._scores[: table.num_scores]
-            self._device.copy_out(target.address, scores.address, scores.nbytes)
+            self._copies.copy_out(target.address, scores.address, scores.nbytes)
 
     def _recorded(self, count: int, num_scores: int, workspace: Workspace) -> CudaLaunchList:
         key = count, num_scores
