@@ -278,6 +278,8 @@ class Engine:
         ------
         InvalidArgumentError, PromptTooLongError, TokenizerError, KvExhausted
             A prompt or parameter is refused, before anything runs.
+        QueueFullError
+            More prompts than ``max_waiting`` leaves room for: none runs.
         AtlasError
             All samples of a single prompt failed while they ran. Else a failed one has
             ``finish_reason == "error"`` and ``error`` set, and the others go on.
