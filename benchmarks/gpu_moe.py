@@ -30,6 +30,7 @@ from atlas_kernels import build  # noqa: E402
 from atlas_kernels.gemm_step_plan import TILES, variant  # noqa: E402
 from atlas_kernels.moe_plan import (  # noqa: E402
     COLUMNS,
+    DOWN_TILES,
     GATE_UP_TILES,
     GROUPED_TILES,
     HALF_ROWS,
@@ -137,7 +138,8 @@ class Runner:
         args += [weights.data_ptr(), self.act.data_ptr(), residual.data_ptr(), out.data_ptr()]
         args += [len(out), shape.slots, shape.experts, shape.dim, shape.inner]
         args += [residual.stride(0) * 2, out.stride(0) * 2]
-        self.gpu.run(f"moe_down_bf16_{name}", (shape.dim // COLUMNS, 1), args)
+        blocks = min(shape.dim // COLUMNS, self._blocks(DOWN_TILES[name].blocks_per_sm))
+        self.gpu.run(f"moe_down_bf16_{name}", (blocks, 1), args)
 
     def decode(
         self, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor, out: Tensor,
