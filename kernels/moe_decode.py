@@ -30,7 +30,7 @@ from atlas_kernels.moe_lists import (
     pair_of,
     weights_at,
 )
-from atlas_kernels.moe_plan import COLUMNS, DOWN_TILES, GATE_UP_TILES, DecodeTile
+from atlas_kernels.moe_plan import DOWN_TILES, GATE_UP_TILES, WIDE, DecodeTile
 from atlas_kernels.ptx_async import (
     barrier_init,
     barrier_init_fence,
@@ -64,12 +64,13 @@ from atlas_kernels.ptx_warp import (
 )
 from atlas_kernels.registry import kernel
 
+COLUMNS = 8
 _Y_BYTES = 2 * COLUMNS  # of a pair's outputs in shared memory
 _WORDS = COLUMNS // 2
 
 
 def _advance(tile: DecodeTile) -> Any:
-    """The chunk after (unit, k) in a warp's stream, whose units are ``stride`` apart."""
+    """The chunk after (index of a unit, k) in a warp's stream, whose units are ``stride`` apart."""
     chunk = tile.chunk
 
     @device
@@ -97,7 +98,7 @@ def _begin(base):
     shared=lambda tile: tile.shared_bytes,
     min_blocks=lambda tile: tile.places,
     arch="sm_90",
-    variants={f"bf16_{name}": (tile,) for name, tile in GATE_UP_TILES.items()},
+    variants={f"bf16_{name}": (t,) for name, t in GATE_UP_TILES.items() if t.unit != WIDE},
 )
 def make_moe_gate_up(tile: DecodeTile) -> Any:
     """act[pair] = silu(gate) · up of x[row] by the pair's expert; grid (SMs · blocks an SM).
@@ -107,9 +108,29 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
     All bf16 and contiguous but x. A pair without a choice is not written.
     """
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
-    advance, list_them, pitch = _advance(tile), list_experts(tile), tile.pitch
+    advance, list_them, pitch, near = _advance(tile), list_experts(tile), tile.pitch, tile.near
     ask, multiply, arrived = ask_chunk(tile), multiply_chunk(tile), copy_wait(stages - 1)
     entries, x_offset = entries_at(tile), tile.list_bytes
+
+    @device
+    def deal(units, known):
+        """How many units this thread block takes, how many of them far apart, where others begin.
+
+        The shared expert's, the first ``known``, are dealt out in turn: all blocks have their own.
+        """
+        block, blocks = block_x(), num_blocks_x()
+        if near:
+            far = quotient(i32(max(known - block, i32(0)) + blocks - 1), blocks)
+            first = quotient(i32((units - known) * block), blocks)
+            end = quotient(i32((units - known) * (block + 1)), blocks)
+            return i32(far + end - first), far, i32(known + first - far)
+        count = quotient(i32(max(units - block, i32(0)) + blocks - 1), blocks)
+        return count, count, i32(0)
+
+    @device
+    def unit_at(index, far, first):
+        """The number of this thread block's unit ``index``."""
+        return i32(block_x() + index * num_blocks_x()) if index < far else i32(first + index)
 
     @device
     def ask_unit(place, base, w, w_shared, unit, at_k, experts, dim, inner):
@@ -128,28 +149,29 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
         tiles, x_at = quotient(inner, 4), i32(base + x_offset)
         ring = i32(x_at + m * (2 * dim + 16) + warp * (stages * stage_bytes))
         _begin(base)
-        stride = i32(num_blocks_x() * warps)
-        unit = i32(warp * num_blocks_x() + block_x())
         # The cursor of what is asked for runs ahead of what is multiplied.
-        next_unit, next_k, asked = unit, i32(0), i32(0)
+        index, next_index, next_k, asked = warp, warp, i32(0), i32(0)
         known = i32(tiles if w_shared != 0 else 0)
-        while asked < stages and next_unit < known:  # constants: no need to wait
+        unit = i32(block_x() + index * num_blocks_x())
+        while asked < stages and unit < known:  # constants: no need to wait
             place = i32(ring + asked * stage_bytes)
-            ask_unit(place, base, w, w_shared, next_unit, next_k, experts, dim, inner)
+            ask_unit(place, base, w, w_shared, unit, next_k, experts, dim, inner)
             copy_commit()
             asked = i32(asked + 1)
-            next_unit, next_k = advance(next_unit, next_k, dim, stride)
+            next_index, next_k = advance(next_index, next_k, dim, i32(warps))
+            unit = i32(block_x() + next_index * num_blocks_x())
         wait_prerequisites()
         launch_dependents()
         if warp == 0:
             ask_rows(base, x_at, x, x_stride, m, i32(2 * dim))
         shared_id = i32(experts if w_shared != 0 else -1)
         units = i32(list_them(base, ids, m, slots, shared_id) * tiles)
+        count, far, first = deal(units, known)
         while asked < stages:  # a group for each stage, be it empty
-            if next_unit < units:
-                place = i32(ring + asked * stage_bytes)
-                ask_unit(place, base, w, w_shared, next_unit, next_k, experts, dim, inner)
-                next_unit, next_k = advance(next_unit, next_k, dim, stride)
+            if next_index < count:
+                place, unit = i32(ring + asked * stage_bytes), unit_at(next_index, far, first)
+                ask_unit(place, base, w, w_shared, unit, next_k, experts, dim, inner)
+                next_index, next_k = advance(next_index, next_k, dim, i32(warps))
             copy_commit()
             asked = i32(asked + 1)
         barrier_wait(i32(base + BARRIER_AT), 0)
@@ -157,7 +179,7 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
         rows = i32(x_at + min(own, i32(m - 1)) * (2 * dim + 16) + (lane >> 3) * 16)
         line = i32(own * pitch + (lane >> 3) * 16)
         stage = i32(0)
-        while unit < units:
+        while index < count:
             total = mma_zero()
             for at_k in range(0, dim, chunk):
                 place = i32(ring + stage * stage_bytes)
@@ -166,13 +188,15 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
                 steps = quotient(i32(min(chunk, dim - at_k)), 64)
                 total = multiply(total, i32(place + line), i32(rows + at_k * 2), steps)
                 sync_warp()
-                if next_unit < units:
-                    ask_unit(place, base, w, w_shared, next_unit, next_k, experts, dim, inner)
-                    next_unit, next_k = advance(next_unit, next_k, dim, stride)
+                if next_index < count:
+                    unit = unit_at(next_index, far, first)
+                    ask_unit(place, base, w, w_shared, unit, next_k, experts, dim, inner)
+                    next_index, next_k = advance(next_index, next_k, dim, i32(warps))
                 copy_commit()
                 stage = i32(stage + 1 if stage + 1 < stages else 0)
             # Lanes t = 0, 1 of a row hold gate, t = 2, 3 up of the same columns.
             up0, up1 = shuffle_xor_f32(total[0], 2), shuffle_xor_f32(total[1], 2)
+            unit = unit_at(index, far, first)
             entry, j = quotient(unit, tiles), remainder(unit, tiles)
             expert = load_shared_b32(base + entries + entry * 4)
             pair = pair_of(base, i32(lane >> 2), expert, m, slots)
@@ -182,7 +206,7 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
                 column = i32(j * 4 + (lane & 1) * 2)
                 value = pack_bf16(f32(silu_mul(g0, u0)), f32(silu_mul(g1, u1)))
                 store_b32(act + (i64(pair) * inner + column) * 2, value)
-            unit = i32(unit + stride)
+            index = i32(index + warps)
 
     return moe_gate_up
 
@@ -194,7 +218,7 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
     shared=lambda tile: tile.shared_bytes,
     min_blocks=lambda tile: tile.places,
     arch="sm_90",
-    variants={f"bf16_{name}": (tile,) for name, tile in DOWN_TILES.items()},
+    variants={f"bf16_{name}": (t,) for name, t in DOWN_TILES.items() if t.unit != WIDE},
 )
 def make_moe_down(tile: DecodeTile) -> Any:
     """out[row] = Σ over slots of weight · (W_down · act[pair]) + residual; grid (≤ D / 8).

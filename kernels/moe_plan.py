@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 MAX_SLOTS = 32
 """Choices of a row, the shared expert included."""
-COLUMNS = 8
-"""Columns of the output that a thread block of ``moe_down`` takes at once."""
+WIDE = 16
+"""Rows of weights in a unit of the kernels of ``moe_wide``."""
 # Shared memory of a thread block, sm_90, so that an SM holds one or two.
 _FULL, _HALF = 227 * 1024, 113 * 1024
 
@@ -39,7 +39,7 @@ class DecodeTile:
         Rows of activations, at most 8.
     warps : int
     chunk : int
-        Elements of K in a stage, which holds 8 rows of weights: 64, 128 or 256.
+        Elements of K in a stage: 64, 128 or 256.
     stages : int
         Stages of a warp's ring.
     blocks_per_sm : int
@@ -47,6 +47,12 @@ class DecodeTile:
     shared_bytes : int
         Dynamic shared memory of a thread block. If it leaves room, the next kernel's are on the SM
         as well, with their weights on the way.
+    unit : int
+        Rows of weights in a stage, and columns of the output that a thread block of ``moe_down``
+        takes at once: 8, or 16 in the kernels of ``moe_wide``.
+    near : bool
+        Whether a thread block of ``moe_gate_up`` takes units that lie next to each other, of one
+        expert or two, not of as many as it has warps: an SM then reads few pages at a time.
     """
 
     rows: int
@@ -55,6 +61,8 @@ class DecodeTile:
     stages: int
     blocks_per_sm: int
     shared_bytes: int
+    unit: int = 8
+    near: bool = False
 
     @property
     def threads(self) -> int:
@@ -68,8 +76,8 @@ class DecodeTile:
 
     @property
     def stage_bytes(self) -> int:
-        """8 rows."""
-        return 8 * self.pitch
+        """A unit's rows."""
+        return self.unit * self.pitch
 
     @property
     def ring_bytes(self) -> int:
@@ -101,9 +109,9 @@ def gate_up_area(rows: int, dim: int) -> int:
     return rows * (2 * dim + 16)
 
 
-def down_area(rows: int, slots: int, inner: int) -> int:
+def down_area(rows: int, slots: int, inner: int, columns: int = 8) -> int:
     """Of ``moe_down``: activations, and the outputs of each choice."""
-    return rows * slots * (2 * inner + 16 + 2 * COLUMNS)
+    return rows * slots * (2 * inner + 16 + 2 * columns)
 
 
 GATE_UP_TILES: dict[str, DecodeTile] = {
@@ -111,6 +119,14 @@ GATE_UP_TILES: dict[str, DecodeTile] = {
     "r2": DecodeTile(2, 8, 256, 3, 2, _HALF),
     "r4": DecodeTile(4, 16, 128, 5, 1, _FULL),
     "r8": DecodeTile(8, 16, 128, 5, 1, _FULL),
+    "r1n": DecodeTile(1, 8, 128, 6, 2, _HALF, near=True),
+    "r2n": DecodeTile(2, 8, 256, 3, 2, _HALF, near=True),
+    "r8n": DecodeTile(8, 16, 128, 5, 1, _FULL, near=True),
+    "r1w": DecodeTile(1, 4, 128, 5, 2, 94 * 1024, WIDE),
+    "r1v": DecodeTile(1, 4, 256, 3, 2, _HALF, WIDE),
+    "r2w": DecodeTile(2, 4, 128, 5, 2, 98 * 1024, WIDE),
+    "r8w": DecodeTile(8, 8, 128, 5, 1, _FULL, WIDE),
+    "r8v": DecodeTile(8, 8, 128, 2, 2, _HALF, WIDE),
 }
 """``moe_gate_up_bf16_<variant>``, fewest rows first."""
 
@@ -119,8 +135,19 @@ DOWN_TILES: dict[str, DecodeTile] = {
     "r2": DecodeTile(2, 8, 128, 5, 2, _HALF),
     "r4": DecodeTile(4, 16, 128, 4, 1, _FULL),
     "r8": DecodeTile(8, 16, 128, 3, 1, _FULL),
+    "r1n": DecodeTile(1, 9, 256, 2, 2, _HALF),
+    "r2n": DecodeTile(2, 8, 128, 5, 2, _HALF),
+    "r8n": DecodeTile(8, 16, 128, 3, 1, _FULL),
+    "r1w": DecodeTile(1, 9, 128, 3, 1, 131 * 1024, WIDE),  # beside a block of ``moe_gate_up``
+    "r1v": DecodeTile(1, 9, 128, 2, 1, _HALF, WIDE),
+    "r2w": DecodeTile(2, 9, 128, 3, 1, 148 * 1024, WIDE),
+    "r8w": DecodeTile(8, 8, 128, 3, 1, _FULL, WIDE),
+    "r8v": DecodeTile(8, 12, 128, 2, 1, _FULL, WIDE),
 }
 """``moe_down_bf16_<variant>``."""
+
+CHOSEN = ("r1", "r2", "r4", "r8")
+"""Those of which ``decode_variant`` takes the first that fits; others are on trial."""
 
 
 def decode_variant(rows: int, *, dim: int, inner: int, slots: int) -> str | None:
@@ -136,7 +163,7 @@ def decode_variant(rows: int, *, dim: int, inner: int, slots: int) -> str | None
     """
     if dim % 64 or inner % 64 or not 1 <= slots <= MAX_SLOTS:
         return None
-    names = (n for n in GATE_UP_TILES if fits(n, rows, dim=dim, inner=inner, slots=slots))
+    names = (n for n in CHOSEN if fits(n, rows, dim=dim, inner=inner, slots=slots))
     return next(names, None)
 
 
@@ -144,7 +171,18 @@ def fits(name: str, rows: int, *, dim: int, inner: int, slots: int) -> bool:
     """Whether the decode kernels of a name have room for rows of a shape."""
     gate_up, down = GATE_UP_TILES[name], DOWN_TILES[name]
     has_room = gate_up.has_room(gate_up_area(rows, dim))
-    return has_room and down.has_room(down_area(rows, slots, inner)) and rows <= gate_up.rows
+    return (
+        has_room
+        and down.has_room(down_area(rows, slots, inner, down.unit))
+        and rows <= gate_up.rows
+    )
+
+
+def decode_kernels(name: str) -> tuple[str, str]:
+    """The kernels of a decode variant."""
+    parts = ((GATE_UP_TILES[name], "gate_up"), (DOWN_TILES[name], "down"))
+    one, two = (f"moe_{part}{'_wide' * (t.unit == WIDE)}_bf16_{name}" for t, part in parts)
+    return one, two
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from atlas_kernels.moe_plan import (
-    COLUMNS,
     DOWN_TILES,
     GATE_UP_TILES,
     GROUPED_TILES,
     MAX_SLOTS,
     ROW_BOX,
     WGMMA_TILES,
+    decode_kernels,
     decode_variant,
     grouped_variant,
     route_variant,
@@ -70,7 +70,7 @@ def test_a_decode_variant_has_room(rows: int, dim: int, inner: int, slots: int) 
     if name is not None:
         gate_up, down = GATE_UP_TILES[name], DOWN_TILES[name]
         assert rows <= min(gate_up.rows, down.rows)
-        x_bytes, act_bytes = rows * (2 * dim + 16), rows * slots * (2 * inner + 16 + 2 * COLUMNS)
+        x_bytes, act_bytes = rows * (2 * dim + 16), rows * slots * (2 * inner + 16 + 2 * down.unit)
         assert gate_up.list_bytes + x_bytes + gate_up.ring_bytes <= gate_up.shared_bytes
         assert down.list_bytes + act_bytes + down.ring_bytes <= down.shared_bytes
 
@@ -254,10 +254,11 @@ class Experts:
         weights_at = bench.early(bench.memory.put(weights))
         act = bench.empty((rows * slots, INNER), "bf16").address
         args = [gate_up, shared_gate_up, source.address, ids_at, act, rows, slots, EXPERTS, DIM]
-        bench.run(f"moe_gate_up_bf16_{variant}", (3, 1), [*args, INNER, source.stride])
+        bench.run(decode_kernels(variant)[0], (3, 1), [*args, INNER, source.stride])
         args = [down, shared_down, ids_at, weights_at, act, out.address, out.address, rows, slots]
         args += [EXPERTS, DIM, INNER, out.stride, out.stride]
-        bench.run(f"moe_down_bf16_{variant}", (DIM // COLUMNS - 3, 1), args)
+        blocks = DIM // DOWN_TILES[variant].unit - 3  # some take two groups of columns
+        bench.run(decode_kernels(variant)[1], (blocks, 1), args)
         return bench.get(out)
 
     def grouped(self, x: Array, ids: Array, weights: Array, out: Buffer, *, variant: str) -> Array:
@@ -409,7 +410,22 @@ def _run_in_order(ptx_of: Callable[[str], str], order: int) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(("rows", "variant"), [(1, "r1"), (2, "r2"), (3, "r4"), (5, "r8")])
+@pytest.mark.parametrize(
+    ("rows", "variant"),
+    [
+        (1, "r1"),
+        (2, "r2"),
+        (3, "r4"),
+        (5, "r8"),
+        (1, "r1n"),
+        (5, "r8n"),
+        (1, "r1w"),
+        (1, "r1v"),
+        (2, "r2w"),
+        (5, "r8w"),
+        (8, "r8v"),
+    ],
+)
 def test_decode_and_grouped(bench: Bench, rows: int, variant: str, shared: bool) -> None:
     experts = Experts(bench, shared=shared, seed=rows)
     x = rounded(experts.random.standard_normal((rows, DIM)).astype(np.float32), "bf16")
@@ -441,7 +457,8 @@ def test_order_of_a_product(bench: Bench, variant: str) -> None:
     bench.early(ids_at), bench.early(weights)
     out = bench.empty((1, DIM), "bf16")
     args = [matrix, 0, ids_at, weights, bench.put(act, "bf16").address, 0, out.address, 1, 1, 1]
-    bench.run(f"moe_down_bf16_{variant}", (DIM // COLUMNS, 1), [*args, DIM, inner, 0, out.stride])
+    grid = (DIM // DOWN_TILES[variant].unit, 1)
+    bench.run(decode_kernels(variant)[1], grid, [*args, DIM, inner, 0, out.stride])
     close(bench.get(out)[0], want, "bf16", 1e-2)
     if hasattr(bench.memory, "constants"):  # a GPU sums the 16 products in a way of its own
         np.testing.assert_array_equal(bench.get(out)[0], rounded(want, "bf16"))

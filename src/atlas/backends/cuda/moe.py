@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from atlas_kernels.moe_plan import (
-    COLUMNS,
     DOWN_TILES,
     GATE_UP_TILES,
     GROUPED_TILES,
     HALF_ROWS,
     ROW_BOX,
     WGMMA_TILES,
+    decode_kernels,
     decode_variant,
     grouped_variant,
     route_variant,
@@ -175,12 +175,13 @@ def moe_experts(
         variant = decode_variant(rows, dim=dim, inner=inner, slots=slots)
     if variant is not None:
         args: Args = (weight, last_up, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
+        gate_up_kernel, down_kernel = decode_kernels(variant)
         blocks = queue.device.num_sms * GATE_UP_TILES[variant].blocks_per_sm
-        queue.launch(f"moe_gate_up_bf16_{variant}", (blocks, 1), args)
+        queue.launch(gate_up_kernel, (blocks, 1), args)
         args = (second, last_down, ids, weights, act, out, out, rows, slots, experts, dim, inner)
-        blocks = queue.device.num_sms * DOWN_TILES[variant].blocks_per_sm
-        grid = (min(blocks, dim // COLUMNS), 1)
-        queue.launch(f"moe_down_bf16_{variant}", grid, (*args, *out.strides[:1] * 2))
+        tile = DOWN_TILES[variant]
+        grid = (min(queue.device.num_sms * tile.blocks_per_sm, dim // tile.unit), 1)
+        queue.launch(down_kernel, grid, (*args, *out.strides[:1] * 2))
         return
     groups = experts + (shared_down is not None)
     wide = wgmma_variant(rows, experts=groups, slots=slots)
