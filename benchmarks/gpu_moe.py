@@ -29,13 +29,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from atlas_kernels import build  # noqa: E402
 from atlas_kernels.gemm_step_plan import TILES, variant  # noqa: E402
 from atlas_kernels.moe_plan import (  # noqa: E402
-    COLUMNS,
+    DOWN_TILES,
     GATE_UP_TILES,
     GROUPED_TILES,
     HALF_ROWS,
     ROUTE_VARIANTS,
     ROW_BOX,
     WGMMA_TILES,
+    decode_kernels,
     decode_variant,
     fits,
     grouped_variant,
@@ -127,7 +128,7 @@ class Runner:
         args += [ids.data_ptr(), self.act.data_ptr(), len(x), shape.slots, shape.experts]
         args += [shape.dim, shape.inner, x.stride(0) * 2]
         blocks = self._blocks(GATE_UP_TILES[name].blocks_per_sm)
-        self.gpu.run(f"moe_gate_up_bf16_{name}", (blocks, 1), args)
+        self.gpu.run(decode_kernels(name)[0], (blocks, 1), args)
 
     def down(
         self, layer: Layer, ids: Tensor, weights: Tensor, residual: Tensor, out: Tensor, name: str
@@ -137,7 +138,9 @@ class Runner:
         args += [weights.data_ptr(), self.act.data_ptr(), residual.data_ptr(), out.data_ptr()]
         args += [len(out), shape.slots, shape.experts, shape.dim, shape.inner]
         args += [residual.stride(0) * 2, out.stride(0) * 2]
-        self.gpu.run(f"moe_down_bf16_{name}", (shape.dim // COLUMNS, 1), args)
+        tile = DOWN_TILES[name]
+        blocks = min(shape.dim // tile.unit, self._blocks(tile.blocks_per_sm))
+        self.gpu.run(decode_kernels(name)[1], (blocks, 1), args)
 
     def decode(
         self, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor, out: Tensor,
@@ -410,7 +413,7 @@ def trials(shape: Shape, rows: int) -> list[str]:
 
 def load_kernels(gpu: Gpu) -> None:
     """The kernels used here onto the device, compiled if need be."""
-    names = [f"moe_{part}_bf16_{name}" for part in ("gate_up", "down") for name in GATE_UP_TILES]
+    names = [kernel for name in GATE_UP_TILES for kernel in decode_kernels(name)]
     names += [f"moe_grouped_{part}_bf16_{n}" for part in ("gate_up", "down") for n in GROUPED_TILES]
     if gpu.arch == "sm_90a":
         for part in ("gate_up", "down"):

@@ -1,14 +1,13 @@
-"""What the decode kernels of a mixture of experts read: experts, each once, and who chose them.
-
-Loops here take their steps from ``lanes``, so that none is unrolled.
-"""
+"""What the decode kernels of a mixture of experts share: the list of experts, a warp's ring."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from atlas_kernels._cuda import device, i32, i64
-from atlas_kernels.moe_plan import MAX_PAIRS, DecodeTile
+from atlas_kernels.moe_plan import DecodeTile
+from atlas_kernels.ptx import instruction
+from atlas_kernels.ptx_async import barrier_expect, bulk_load
 from atlas_kernels.ptx_math import popcount, quotient
 from atlas_kernels.ptx_memory import (
     load_b32,
@@ -16,121 +15,156 @@ from atlas_kernels.ptx_memory import (
     load_shared_b32x4,
     store_shared_b32,
 )
-from atlas_kernels.ptx_warp import ballot, lane_id, lanes, shuffle_xor_b32, sync_threads, thread_x
+from atlas_kernels.ptx_mma import ldmatrix_x4, mma_bf16
+from atlas_kernels.ptx_warp import ballot, lane_id, sync_threads, sync_warp, thread_x
 
-IDS_AT = 0
-"""Offset, in the shared memory of ``LIST_BYTES`` at ``base``, of the choices."""
-_ENTRIES_AT = IDS_AT + 4 * MAX_PAIRS
-_FIRSTS_AT = _ENTRIES_AT + 4 * (MAX_PAIRS + 4)
-LIST_BYTES = _FIRSTS_AT + MAX_PAIRS // 8
+BARRIER_AT = 0
+COUNT_AT = 8
+FIRSTS_AT = 16  # a word of bits for every 32 pairs, 8 in all
+IDS_AT = 64
+
+copy_weights = instruction("", "r l", "cp.async.cg.shared.global.L2::256B [$0], [$1], 16;")
+"""``copy16`` of what is read once, from end to end: L2 fetches 256 bytes at a time."""
+
+
+def weights_at(tile: DecodeTile) -> int:
+    """Offset of the weights of the choices, after their ids."""
+    return IDS_AT + 4 * tile.max_pairs
+
+
+def entries_at(tile: DecodeTile) -> int:
+    """Offset of the list of experts to read."""
+    return IDS_AT + 8 * tile.max_pairs
+
+
+def list_experts(tile: DecodeTile) -> Any:
+    """(base, ids, m, slots, shared expert's id or −1): list what is to be read; how much.
+
+    The choices, and each expert among them once, into shared memory. The shared expert comes first
+    where there is one, then the others by their first pair. Entries are ids; their number lies at
+    ``COUNT_AT``. Of one row each choice is an entry: it made them all differ.
+    """
+    entries = entries_at(tile)
+
+    @device
+    def list_them(base, ids, m, slots, shared_id):
+        p, lane = thread_x(), lane_id()
+        pairs, shared, count = i32(m * slots), i32(1 if shared_id >= 0 else 0), i32(slots)
+        expert = i32(-1)
+        if p < pairs:
+            expert = load_b32(ids + i64(p) * 4)
+            store_shared_b32(base + IDS_AT + p * 4, expert)
+        if p == 0 and shared != 0:
+            store_shared_b32(base + entries, shared_id)
+        if m == 1:
+            if p < slots - shared:  # an id of −1 reads expert 0, and the result is dropped
+                store_shared_b32(base + entries + (p + shared) * 4, max(expert, i32(0)))
+        else:
+            sync_threads()
+            is_first = i32(1 if expert >= 0 and expert != shared_id else 0)
+            # A row's choices differ, so only earlier rows can have made this one.
+            earlier = i32(quotient(min(p, i32(pairs - 1)), slots) * slots)
+            for q in range(0, earlier, 4):
+                others = load_shared_b32x4(base + IDS_AT + q * 4)
+                left = i32(earlier - q)
+                same = others[0] == expert or (others[1] == expert and left > 1)
+                same = same or (others[2] == expert and left > 2)
+                if same or (others[3] == expert and left > 3):
+                    is_first = i32(0)
+            sync_warp()
+            firsts = ballot(is_first)
+            if lane == 0 and p < 256:
+                store_shared_b32(base + FIRSTS_AT + (p >> 5) * 4, firsts)
+            sync_threads()
+            place, count = shared, shared
+            for word in range(quotient(i32(pairs + 31), 32)):
+                bits = popcount(load_shared_b32(base + FIRSTS_AT + word * 4))
+                place = i32(place + bits) if word < p >> 5 else place
+                count = i32(count + bits)
+            place = i32(place + popcount(i32(firsts & i32((i64(1) << lane) - 1))))
+            if is_first != 0:
+                store_shared_b32(base + entries + place * 4, expert)
+        if p == 0:
+            store_shared_b32(base + COUNT_AT, count)
+        sync_threads()
+        return i32(load_shared_b32(base + COUNT_AT))
+
+    return list_them
 
 
 @device
-def _is_first(base, expert, pair, slots):
-    """Whether no earlier row chose a pair's expert; of one row all choices differ."""
-    earlier = i32(quotient(pair, slots) * slots)
-    first, q, at, step = i32(1), i32(0), i32(base + IDS_AT), i32(lanes() >> 3)
-    while q < earlier:
-        others, left = load_shared_b32x4(at), i32(earlier - q)
-        same = others[0] == expert or (others[1] == expert and left > 1)
-        same = same or (others[2] == expert and left > 2)
-        if same or (others[3] == expert and left > 3):
-            first = i32(0)
-        q, at = i32(q + step), i32(at + 16)
-    return first
-
-
-@device
-def _list_many(base, ids, pairs, slots, shared_id):
-    lane, p = lane_id(), thread_x()
-    expert = i32(-1)
-    if p < pairs:
-        expert = load_b32(ids + i64(p) * 4)
-        store_shared_b32(base + IDS_AT + p * 4, expert)
-    sync_threads()
-    is_first = i32(0)
-    if expert >= 0 and expert != shared_id:
-        is_first = _is_first(base, expert, p, slots)
-    firsts = ballot(is_first)
-    if lane == 0:
-        store_shared_b32(base + _FIRSTS_AT + (p >> 5) * 4, firsts)
-    shared = i32(1 if shared_id >= 0 else 0)
-    if p == 0 and shared != 0:
-        store_shared_b32(base + _ENTRIES_AT, shared_id)
-    sync_threads()
-    place, count, word, step = shared, shared, i32(0), i32(lanes() >> 5)
-    while word * 32 < pairs:
-        bits = popcount(load_shared_b32(base + _FIRSTS_AT + word * 4))
-        place = i32(place + bits) if word < p >> 5 else place
-        count, word = i32(count + bits), i32(word + step)
-    if is_first != 0:
-        place = i32(place + popcount(i32(firsts & i32((i64(1) << lane) - 1))))
-        store_shared_b32(base + _ENTRIES_AT + place * 4, expert)
-    sync_threads()
-    return count
-
-
-@device
-def _key_of_many(base, entry, slots, shared_id):
-    return load_shared_b32(base + _ENTRIES_AT + entry * 4)
-
-
-@device
-def _expert_of_many(ids, expert, slots, shared_id):
-    return expert
-
-
-@device
-def _pair_of_many(base, expert, m, slots, lane):
-    """The four lanes of a row search its slots."""
-    row, s, found = i32(lane >> 2), i32(lane & 3), i32(-1)
+def pair_of(base, row, expert, m, slots):
+    """The pair with which a row chose an expert, or −1."""
+    found = i32(-1)
     if row < m:
-        first, step = i32(row * slots), i32(lanes() >> 3)
-        while s < slots:
+        first = i32(row * slots)
+        for s in range(slots):
             if load_shared_b32(base + IDS_AT + (first + s) * 4) == expert:
                 found = i32(first + s)
-            s = i32(s + step)
-    found = max(found, shuffle_xor_b32(found, i32(1)))
-    return max(found, shuffle_xor_b32(found, i32(2)))
+    return found
 
 
 @device
-def _list_one(base, ids, pairs, slots, shared_id):
-    return slots
+def ask_rows(base, target, source, stride, rows, row_bytes):
+    """By one warp: ask for rows of activations, ``row_bytes + 16`` apart in shared memory."""
+    lane, barrier = lane_id(), i32(base + BARRIER_AT)
+    if lane == 0:
+        barrier_expect(barrier, i32(rows * row_bytes))
+    sync_warp()
+    for row in range(lane, rows, 32):
+        bulk_load(i32(target + row * (row_bytes + 16)), source + row * stride, barrier, row_bytes)
 
 
-@device
-def _key_of_one(base, entry, slots, shared_id):
-    if shared_id < 0:
-        return entry
-    return i32(entry - 1 if entry > 0 else slots - 1)
+def ask_chunk(tile: DecodeTile) -> Any:
+    """Ask for a stage: (stage, row 0 of the chunk, bytes from row to row, to row 4, of a row).
 
-
-@device
-def _expert_of_one(ids, slot, slots, shared_id):
-    if shared_id >= 0 and slot == slots - 1:
-        return shared_id
-    return max(load_b32(ids + i64(slot) * 4), i32(0))
-
-
-@device
-def _pair_of_one(base, slot, m, slots, lane):
-    return slot if lane < 4 else i32(-1)
-
-
-def lists(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
-    """Four device functions.
-
-    - (base, ids, pairs, slots, shared expert's id or −1) → number of entries; of several rows it
-      lists them in shared memory, by all threads, and ends in a barrier;
-    - (base, entry, slots, shared id) → its key: an expert's id, or of one row the slot;
-    - (ids, key, slots, shared id) → the expert to read;
-    - (base, key, m, slots, lane) → the pair with which row lane / 4 chose that entry, or −1.
-
-    The shared expert comes first where there is one, then the others by their first pair. Of one
-    row each choice is an entry and nothing is listed; where its id is −1, expert 0 is read, for
-    nothing.
+    Every 8, 16 or 32 lanes copy a row from end to end.
     """
-    if tile.rows == 1:
-        return _list_one, _key_of_one, _expert_of_one, _pair_of_one
-    return _list_many, _key_of_many, _expert_of_many, _pair_of_many
+    pitch, lanes = tile.pitch, tile.chunk // 8
+    shift, rows = lanes.bit_length() - 1, 32 // lanes
+
+    @device
+    def ask(place, source, row_bytes, half_bytes, num_bytes):
+        row, piece = i32(lane_id() >> shift), i32((lane_id() & (lanes - 1)) * 16)
+        if piece < num_bytes:
+            target = i32(place + row * pitch + piece)
+            start = source + i64(row) * row_bytes + piece
+            for i in range(0, 8, rows):
+                skip = i64(i & 3) * row_bytes + i64(i >> 2) * half_bytes
+                copy_weights(i32(target + i * pitch), start + skip)
+
+    return ask
+
+
+def multiply_chunk(tile: DecodeTile) -> Any:
+    """(sums, stage, activations, k64 steps) → sums + 8 rows of activations · 8 rows of weights.
+
+    ``stage`` is the int32 address of (row lane % 8, bytes 16 · (lane / 8)) of the weights,
+    ``activations`` that of the same place of the activations. The lower 8 rows of the tensor core's
+    A are zeros.
+    """
+    most = tile.chunk // 64
+
+    @device
+    def multiply_64(total, stage, rows):
+        zero = i32(0)
+        a, b = ldmatrix_x4(rows), ldmatrix_x4(stage)
+        c, d = ldmatrix_x4(i32(rows + 64)), ldmatrix_x4(i32(stage + 64))
+        total = mma_bf16(total, (a[0], zero, a[1], zero), (b[0], b[1]))
+        total = mma_bf16(total, (a[2], zero, a[3], zero), (b[2], b[3]))
+        total = mma_bf16(total, (c[0], zero, c[1], zero), (d[0], d[1]))
+        return mma_bf16(total, (c[2], zero, c[3], zero), (d[2], d[3]))
+
+    @device
+    def multiply(total, stage, rows, steps):
+        if steps == most:  # unrolled, so that loads run ahead of the products
+            for step in range(most):
+                at = i32(step * 128)
+                total = multiply_64(total, i32(stage + at), i32(rows + at))
+        else:
+            for step in range(steps):
+                at = i32(step * 128)
+                total = multiply_64(total, i32(stage + at), i32(rows + at))
+        return total
+
+    return multiply

@@ -1,12 +1,9 @@
 """Which mixture-of-experts kernels a number of rows gets; needs no compiler and no GPU.
 
 Order of a (row, expert) product, the same in every kernel: k16 steps of the tensor core, ascending,
-in one float32 accumulator. Decode kernels give a step its 16 products in another order; the tensor
-core must have the same bits for it, which ``benchmarks/gpu_moe.py`` and the tests check on a GPU.
-
-What a product leaves (gate, up, the expert's output) is rounded to bf16, as if it had been stored.
-A row's experts are added in the order of its ``slots`` by fused multiply-add from 0, then the
-residual, then one rounding: bits depend on the row alone.
+in one float32 accumulator. What a product leaves (gate, up, the expert's output) is rounded to
+bf16, as if it had been stored. A row's experts are added in the order of its ``slots`` by fused
+multiply-add from 0, then the residual, then one rounding: bits depend on the row alone.
 
 A *slot* is one of a row's choices; its *pair* is ``row · slots + slot``. A shared expert is the
 last slot of every row, with the number of routed experts as its id. A negative id is no choice.
@@ -18,13 +15,10 @@ from dataclasses import dataclass
 
 MAX_SLOTS = 32
 """Choices of a row, the shared expert included."""
-MAX_ROWS = 8
-"""Of the decode kernels."""
-MAX_PAIRS = MAX_ROWS * MAX_SLOTS
-STAGED_GAP = 32
-"""Bytes between staged rows: then 8 rows of 32 bytes lie in different banks, four at a time."""
-COLUMNS = 8
-"""Columns of the output that a thread block of ``moe_down`` takes."""
+WIDE = 16
+"""Rows of weights in a unit of the kernels of ``moe_wide``."""
+# Shared memory of a thread block, sm_90, so that an SM holds one or two.
+_FULL, _HALF = 227 * 1024, 113 * 1024
 
 ROUTE_VARIANTS = {"e128": 4, "e256": 8, "e512": 16, "e1024": 32}
 """``moe_route_<variant>``: experts that a lane has in registers."""
@@ -37,30 +31,38 @@ def route_variant(experts: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
-    """A thread block of a decode kernel, whose warps work by themselves.
+    """A thread block of a decode kernel: each warp has a ring of stages of its own.
 
     Attributes
     ----------
     rows : int
         Rows of activations, at most 8.
     warps : int
-    depth : int
-        Groups of 64 elements of K, of 8 rows of weights, that a warp has on their way: a KB and 8
-        registers a thread each.
+    chunk : int
+        Elements of K in a stage: 64, 128 or 256.
+    stages : int
+        Stages of a warp's ring.
     blocks_per_sm : int
-        Thread blocks of the kernel on an SM.
+        Thread blocks of the kernel on an SM. With two, the next kernel's come as they leave.
     shared_bytes : int
-        Dynamic shared memory for the activations; 0 where they come from global memory.
-    ahead : int
-        Groups of activations in registers or on their way there; ``depth`` is a multiple of it.
+        Dynamic shared memory of a thread block. If it leaves room, the next kernel's are on the SM
+        as well, with their weights on the way.
+    unit : int
+        Rows of weights in a stage, and columns of the output that a thread block of ``moe_down``
+        takes at once: 8, or 16 in the kernels of ``moe_wide``.
+    near : bool
+        Whether a thread block of ``moe_gate_up`` takes units that lie next to each other, of one
+        expert or two, not of as many as it has warps: an SM then reads few pages at a time.
     """
 
     rows: int
     warps: int
-    depth: int
+    chunk: int
+    stages: int
     blocks_per_sm: int
-    shared_bytes: int = 0
-    ahead: int = 1
+    shared_bytes: int
+    unit: int = 8
+    near: bool = False
 
     @property
     def threads(self) -> int:
@@ -68,42 +70,84 @@ class DecodeTile:
         return 32 * self.warps
 
     @property
-    def is_staged(self) -> bool:
-        """Whether activations are copied into shared memory first."""
-        return self.shared_bytes > 0
+    def pitch(self) -> int:
+        """Bytes between rows of a stage: an odd multiple of 16, against bank conflicts."""
+        return 2 * self.chunk + 16
+
+    @property
+    def stage_bytes(self) -> int:
+        """A unit's rows."""
+        return self.unit * self.pitch
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of all warps."""
+        return self.warps * self.stages * self.stage_bytes
+
+    @property
+    def max_pairs(self) -> int:
+        """Choices of all rows."""
+        return self.rows * MAX_SLOTS
+
+    @property
+    def list_bytes(self) -> int:
+        """In front: a barrier, counts, ids and weights of the choices, experts to read."""
+        return (64 + 4 * (3 * self.max_pairs + 1) + 63) // 64 * 64
+
+    @property
+    def places(self) -> int:
+        """Thread blocks of this size, of this kernel or the next one, that fit an SM."""
+        return (_FULL + 1024) // (self.shared_bytes + 1024)
+
+    def has_room(self, area: int) -> bool:
+        """Whether ``area`` bytes of activations fit beside the rings."""
+        return self.list_bytes + area + self.ring_bytes <= self.shared_bytes
 
 
-_STAGED = 40 * 1024
-"""Two thread blocks of either kernel then ask for the same part of an SM's first-level cache, 100
-KB, and one of each fits into it: blocks of ``moe_down`` need not wait until an SM is empty."""
+def gate_up_area(rows: int, dim: int) -> int:
+    """Bytes of activations in shared memory, of ``moe_gate_up``."""
+    return rows * (2 * dim + 16)
+
+
+def down_area(rows: int, slots: int, inner: int, columns: int = 8) -> int:
+    """Of ``moe_down``: activations, and the outputs of each choice."""
+    return rows * slots * (2 * inner + 16 + 2 * columns)
+
 
 GATE_UP_TILES: dict[str, DecodeTile] = {
-    "r1": DecodeTile(1, 6, 8, 2, _STAGED),
-    "r1b": DecodeTile(1, 6, 16, 2, _STAGED),
-    "r1c": DecodeTile(1, 8, 10, 2, _STAGED),
-    "r8": DecodeTile(8, 6, 10, 2, _STAGED),
-    "r8b": DecodeTile(8, 8, 8, 2, _STAGED),
-    "r8w": DecodeTile(8, 6, 8, 2, 0, 4),  # rows too wide for shared memory
+    "r1": DecodeTile(1, 8, 128, 6, 2, _HALF),
+    "r2": DecodeTile(2, 8, 256, 3, 2, _HALF),
+    "r4": DecodeTile(4, 16, 128, 5, 1, _FULL),
+    "r8": DecodeTile(8, 16, 128, 5, 1, _FULL),
+    "r1n": DecodeTile(1, 8, 128, 6, 2, _HALF, near=True),
+    "r2n": DecodeTile(2, 8, 256, 3, 2, _HALF, near=True),
+    "r8n": DecodeTile(8, 16, 128, 5, 1, _FULL, near=True),
+    "r1w": DecodeTile(1, 4, 128, 5, 2, 94 * 1024, WIDE),
+    "r1v": DecodeTile(1, 4, 256, 3, 2, _HALF, WIDE),
+    "r2w": DecodeTile(2, 4, 128, 5, 2, 98 * 1024, WIDE),
+    "r8w": DecodeTile(8, 8, 128, 5, 1, _FULL, WIDE),
+    "r8v": DecodeTile(8, 8, 128, 2, 2, _HALF, WIDE),
 }
-"""``moe_gate_up_bf16_<variant>``; those in b and c are on trial, ``gpu_moe.py --tune``."""
+"""``moe_gate_up_bf16_<variant>``, fewest rows first."""
 
 DOWN_TILES: dict[str, DecodeTile] = {
-    "r1": DecodeTile(1, 9, 6, 2, _STAGED),  # 8 experts and a shared one: a warp each
-    "r1b": DecodeTile(1, 9, 4, 2, _STAGED),
-    "r1c": DecodeTile(1, 8, 8, 2, _STAGED),
-    "r8": DecodeTile(8, 6, 8, 2, 0, 4),
-    "r8b": DecodeTile(8, 8, 6, 2, 0, 2),
-    "r8w": DecodeTile(8, 6, 8, 2, 0, 4),
+    "r1": DecodeTile(1, 9, 256, 2, 2, _HALF),  # 8 experts and a shared one: a warp each
+    "r2": DecodeTile(2, 8, 128, 5, 2, _HALF),
+    "r4": DecodeTile(4, 16, 128, 4, 1, _FULL),
+    "r8": DecodeTile(8, 16, 128, 3, 1, _FULL),
+    "r1n": DecodeTile(1, 9, 256, 2, 2, _HALF),
+    "r2n": DecodeTile(2, 8, 128, 5, 2, _HALF),
+    "r8n": DecodeTile(8, 16, 128, 3, 1, _FULL),
+    "r1w": DecodeTile(1, 9, 128, 3, 1, 131 * 1024, WIDE),  # beside a block of ``moe_gate_up``
+    "r1v": DecodeTile(1, 9, 128, 2, 1, _HALF, WIDE),
+    "r2w": DecodeTile(2, 9, 128, 3, 1, 148 * 1024, WIDE),
+    "r8w": DecodeTile(8, 8, 128, 3, 1, _FULL, WIDE),
+    "r8v": DecodeTile(8, 12, 128, 2, 1, _FULL, WIDE),
 }
 """``moe_down_bf16_<variant>``."""
 
-CHOSEN = ("r1", "r8", "r8w")
-"""Those of which ``decode_variant`` takes the first that fits."""
-
-
-def staged_bytes(rows: int, width: int) -> int:
-    """Shared memory of rows of activations."""
-    return rows * (2 * width + STAGED_GAP)
+CHOSEN = ("r1", "r2", "r4", "r8")
+"""Those of which ``decode_variant`` takes the first that fits; others are on trial."""
 
 
 def decode_variant(rows: int, *, dim: int, inner: int, slots: int) -> str | None:
@@ -124,13 +168,21 @@ def decode_variant(rows: int, *, dim: int, inner: int, slots: int) -> str | None
 
 
 def fits(name: str, rows: int, *, dim: int, inner: int, slots: int) -> bool:
-    """Whether the decode kernels of a name have threads for the choices of the rows, and room."""
+    """Whether the decode kernels of a name have room for rows of a shape."""
     gate_up, down = GATE_UP_TILES[name], DOWN_TILES[name]
-    has_room = not gate_up.is_staged or staged_bytes(rows, dim) <= gate_up.shared_bytes
-    down_bytes = staged_bytes(rows * slots, inner)
-    has_room = has_room and (not down.is_staged or down_bytes <= down.shared_bytes)
-    has_threads = rows == 1 or rows * slots <= min(gate_up.threads, down.threads)
-    return has_room and has_threads and rows <= gate_up.rows
+    has_room = gate_up.has_room(gate_up_area(rows, dim))
+    return (
+        has_room
+        and down.has_room(down_area(rows, slots, inner, down.unit))
+        and rows <= gate_up.rows
+    )
+
+
+def decode_kernels(name: str) -> tuple[str, str]:
+    """The kernels of a decode variant."""
+    parts = ((GATE_UP_TILES[name], "gate_up"), (DOWN_TILES[name], "down"))
+    one, two = (f"moe_{part}{'_wide' * (t.unit == WIDE)}_bf16_{name}" for t, part in parts)
+    return one, two
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from atlas_kernels.moe_plan import (
-    COLUMNS,
     DOWN_TILES,
     GATE_UP_TILES,
     GROUPED_TILES,
-    MAX_ROWS,
     MAX_SLOTS,
     ROW_BOX,
     WGMMA_TILES,
+    decode_kernels,
     decode_variant,
     grouped_variant,
     route_variant,
-    staged_bytes,
     wgmma_variant,
 )
 from hypothesis import given
@@ -42,10 +40,12 @@ EXPERTS, DIM, INNER = 6, 384, 64
 
 def test_tiles_fit_an_sm() -> None:
     for tile in (*GATE_UP_TILES.values(), *DOWN_TILES.values()):
-        assert tile.depth % 2 == 0, "groups are multiplied in pairs"
-        assert tile.warps * tile.blocks_per_sm * tile.depth <= 192, "a KB and 8 registers each"
-        assert tile.blocks_per_sm * (tile.shared_bytes + 9 * 1024) <= 99 * 1024, "sm_120"
-        assert tile.depth % tile.ahead == 0, "activations keep their places"
+        assert (tile.shared_bytes + 1024) * tile.places <= 228 * 1024
+        assert tile.blocks_per_sm <= tile.places
+        assert tile.threads * tile.blocks_per_sm <= 1024, "64 registers a thread at least"
+        assert tile.pitch // 16 % 2 == 1, "bank conflicts"
+        assert tile.chunk in (64, 128, 256), "8, 16 or 32 lanes copy a row"
+        assert tile.max_pairs <= min(tile.threads, 256), "a thread lists a pair"
     for grouped in GROUPED_TILES.values():
         assert grouped.shared_bytes <= 99 * 1024, "the least of all GPUs since sm_80"
         assert grouped.rows * (grouped.columns + 4) * 4 <= grouped.shared_bytes
@@ -67,24 +67,18 @@ def test_tiles_fit_an_sm() -> None:
 )
 def test_a_decode_variant_has_room(rows: int, dim: int, inner: int, slots: int) -> None:
     name = decode_variant(rows, dim=dim, inner=inner, slots=slots)
-    if name is None:
-        assert rows > MAX_ROWS or rows * slots > 192
-    else:
+    if name is not None:
         gate_up, down = GATE_UP_TILES[name], DOWN_TILES[name]
         assert rows <= min(gate_up.rows, down.rows)
-        assert rows == 1 or rows * slots <= min(gate_up.threads, down.threads), "one lists a pair"
-        if gate_up.is_staged:
-            assert staged_bytes(rows, dim) <= gate_up.shared_bytes
-        if down.is_staged:
-            assert staged_bytes(rows * slots, inner) <= down.shared_bytes
+        x_bytes, act_bytes = rows * (2 * dim + 16), rows * slots * (2 * inner + 16 + 2 * down.unit)
+        assert gate_up.list_bytes + x_bytes + gate_up.ring_bytes <= gate_up.shared_bytes
+        assert down.list_bytes + act_bytes + down.ring_bytes <= down.shared_bytes
 
 
 def test_variants_of_known_shapes() -> None:
     for slots, inner in ((9, 512), (8, 768)):
         chosen = [decode_variant(m, dim=2048, inner=inner, slots=slots) for m in (1, 2, 3, 4, 8, 9)]
-        assert chosen == ["r1", "r8", "r8", "r8", "r8", None]
-    assert decode_variant(1, dim=2048, inner=14336, slots=2) == "r8", "too much for shared memory"
-    assert decode_variant(8, dim=4096, inner=512, slots=9) == "r8w", "8 rows are too wide"
+        assert chosen == ["r1", "r2", "r4", "r4", "r8", None]
     assert decode_variant(1, dim=2050, inner=512, slots=9) is None
     assert grouped_variant(128, experts=257, slots=9) == "r16"
     assert grouped_variant(8192, experts=257, slots=9) == "r128"
@@ -260,10 +254,11 @@ class Experts:
         weights_at = bench.early(bench.memory.put(weights))
         act = bench.empty((rows * slots, INNER), "bf16").address
         args = [gate_up, shared_gate_up, source.address, ids_at, act, rows, slots, EXPERTS, DIM]
-        bench.run(f"moe_gate_up_bf16_{variant}", (3, 1), [*args, INNER, source.stride])
+        bench.run(decode_kernels(variant)[0], (3, 1), [*args, INNER, source.stride])
         args = [down, shared_down, ids_at, weights_at, act, out.address, out.address, rows, slots]
         args += [EXPERTS, DIM, INNER, out.stride, out.stride]
-        bench.run(f"moe_down_bf16_{variant}", (DIM // COLUMNS, 1), args)
+        blocks = DIM // DOWN_TILES[variant].unit - 3  # some take two groups of columns
+        bench.run(decode_kernels(variant)[1], (blocks, 1), args)
         return bench.get(out)
 
     def grouped(self, x: Array, ids: Array, weights: Array, out: Buffer, *, variant: str) -> Array:
@@ -417,7 +412,19 @@ def _run_in_order(ptx_of: Callable[[str], str], order: int) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
     ("rows", "variant"),
-    [(1, "r1"), (1, "r1b"), (1, "r1c"), (3, "r8"), (5, "r8"), (4, "r8b"), (5, "r8w")],
+    [
+        (1, "r1"),
+        (2, "r2"),
+        (3, "r4"),
+        (5, "r8"),
+        (1, "r1n"),
+        (5, "r8n"),
+        (1, "r1w"),
+        (1, "r1v"),
+        (2, "r2w"),
+        (5, "r8w"),
+        (8, "r8v"),
+    ],
 )
 def test_decode_and_grouped(bench: Bench, rows: int, variant: str, shared: bool) -> None:
     experts = Experts(bench, shared=shared, seed=rows)
@@ -450,7 +457,8 @@ def test_order_of_a_product(bench: Bench, variant: str) -> None:
     bench.early(ids_at), bench.early(weights)
     out = bench.empty((1, DIM), "bf16")
     args = [matrix, 0, ids_at, weights, bench.put(act, "bf16").address, 0, out.address, 1, 1, 1]
-    bench.run(f"moe_down_bf16_{variant}", (DIM // COLUMNS, 1), [*args, DIM, inner, 0, out.stride])
+    grid = (DIM // DOWN_TILES[variant].unit, 1)
+    bench.run(decode_kernels(variant)[1], grid, [*args, DIM, inner, 0, out.stride])
     close(bench.get(out)[0], want, "bf16", 1e-2)
     if hasattr(bench.memory, "constants"):  # a GPU sums the 16 products in a way of its own
         np.testing.assert_array_equal(bench.get(out)[0], rounded(want, "bf16"))
@@ -553,17 +561,7 @@ def test_bits_of_a_row_depend_on_the_row_alone(bench: Bench, gpu: Any) -> None:
             runs.append(experts.wgmma(x, ids, weights, out, variant=variant, blocks=blocks))
     for run in runs[1:]:
         np.testing.assert_array_equal(runs[0], run)
-    runs_alone = (
-        (0, 1, "r1"),
-        (0, 1, "r8"),
-        (0, 1, "r1b"),
-        (0, 1, "r1c"),
-        (3, 8, "r8b"),
-        (5, 8, "r8w"),
-        (7, 2, "r8"),
-        (40, 4, "r8"),
-        (11, 8, "r8"),
-    )
+    runs_alone = ((0, 1, "r1"), (0, 1, "r8"), (7, 2, "r2"), (40, 4, "r4"), (11, 8, "r8"))
     for first, count, variant in runs_alone:
         part = slice(first, first + count)
         out = bench.put(residual[part], "bf16")

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from atlas_kernels.moe_plan import (
-    COLUMNS,
+    DOWN_TILES,
     GATE_UP_TILES,
     GROUPED_TILES,
     HALF_ROWS,
     ROW_BOX,
     WGMMA_TILES,
+    decode_kernels,
     decode_variant,
     grouped_variant,
     route_variant,
@@ -32,7 +33,6 @@ from atlas.backends.cuda.pack import DeviceMatrix
 from atlas.errors import ShapeError
 from atlas.ops.moe import Scoring, router_in_parts
 
-_DECODE = (9, 0)  # on older ones the decode kernels want more registers than there are
 _LARGE_SM, _SMALL_SM = (9, 0), (12, 0)  # from and below: thread blocks of up to 227 KB
 _SHARED_BYTES, _LEAST_SHARED_BYTES = 227 * 1024, 99 * 1024  # there, and on every GPU since sm_80
 _MOST_EXPERTS, _MOST_CHOICES = 1024, 31
@@ -175,15 +175,17 @@ def moe_experts(
             raise ShapeError(f"a shared expert {shared_gate_up.layout}; allowed: one as the others")
         last_up, last_down = shared_gate_up.data, shared_down.data
     variant = None
-    if queue.device.capability >= _DECODE:
+    if _LARGE_SM <= queue.device.capability < _SMALL_SM:
         variant = decode_variant(rows, dim=dim, inner=inner, slots=slots)
     if variant is not None:
         args: Args = (weight, last_up, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
+        gate_up_kernel, down_kernel = decode_kernels(variant)
         blocks = queue.device.num_sms * GATE_UP_TILES[variant].blocks_per_sm
-        queue.launch(f"moe_gate_up_bf16_{variant}", (blocks, 1), args)
+        queue.launch(gate_up_kernel, (blocks, 1), args)
         args = (second, last_down, ids, weights, act, out, out, rows, slots, experts, dim, inner)
-        grid = (dim // COLUMNS, 1)
-        queue.launch(f"moe_down_bf16_{variant}", grid, (*args, *out.strides[:1] * 2))
+        tile = DOWN_TILES[variant]
+        grid = (min(queue.device.num_sms * tile.blocks_per_sm, dim // tile.unit), 1)
+        queue.launch(down_kernel, grid, (*args, *out.strides[:1] * 2))
         return
     groups = experts + (shared_down is not None)
     wide = wgmma_variant(rows, experts=groups, slots=slots)
