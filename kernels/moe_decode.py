@@ -24,6 +24,7 @@ from atlas_kernels.moe_lists import (
     IDS_AT,
     ask_chunk,
     ask_rows,
+    begin,
     entries_at,
     list_experts,
     multiply_chunk,
@@ -32,8 +33,6 @@ from atlas_kernels.moe_lists import (
 )
 from atlas_kernels.moe_plan import DOWN_TILES, GATE_UP_TILES, WIDE, DecodeTile
 from atlas_kernels.ptx_async import (
-    barrier_init,
-    barrier_init_fence,
     barrier_wait,
     copy_commit,
     copy_wait,
@@ -81,14 +80,6 @@ def _advance(tile: DecodeTile) -> Any:
         return unit, at_k
 
     return advance
-
-
-@device
-def _begin(base):
-    """Make the barrier of the activations; another barrier of all threads follows."""
-    if thread_x() == 0:
-        barrier_init(i32(base + BARRIER_AT), 1)
-        barrier_init_fence()
 
 
 @kernel(
@@ -148,7 +139,7 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
         base, lane, warp = dynamic_shared(), lane_id(), i32(thread_x() >> 5)
         tiles, x_at = quotient(inner, 4), i32(base + x_offset)
         ring = i32(x_at + m * (2 * dim + 16) + warp * (stages * stage_bytes))
-        _begin(base)
+        begin(base)
         # The cursor of what is asked for runs ahead of what is multiplied.
         index, next_index, next_k, asked = warp, warp, i32(0), i32(0)
         known = i32(tiles if w_shared != 0 else 0)
@@ -278,7 +269,7 @@ def make_moe_down(tile: DecodeTile) -> Any:
         pairs, y_at = i32(m * slots), i32(base + y_offset)
         act_at = i32(y_at + pairs * _Y_BYTES)
         ring = i32(act_at + pairs * (2 * inner + 16) + warp * (stages * stage_bytes))
-        _begin(base)
+        begin(base)
         shared_id = i32(experts if w_shared != 0 else -1)
         count = list_them(base, ids, m, slots, shared_id)
         all_groups = quotient(dim, COLUMNS)

@@ -7,7 +7,12 @@ from typing import Any
 from atlas_kernels._cuda import device, i32, i64
 from atlas_kernels.moe_plan import DecodeTile
 from atlas_kernels.ptx import instruction
-from atlas_kernels.ptx_async import barrier_expect, bulk_load
+from atlas_kernels.ptx_async import (
+    barrier_expect,
+    barrier_init,
+    barrier_init_fence,
+    bulk_load,
+)
 from atlas_kernels.ptx_math import popcount, quotient
 from atlas_kernels.ptx_memory import (
     load_b32,
@@ -102,6 +107,14 @@ def pair_of(base, row, expert, m, slots):
             if load_shared_b32(base + IDS_AT + (first + s) * 4) == expert:
                 found = i32(first + s)
     return found
+
+
+@device
+def begin(base):
+    """Make the barrier of the activations; another barrier of all threads follows."""
+    if thread_x() == 0:
+        barrier_init(i32(base + BARRIER_AT), 1)
+        barrier_init_fence()
 
 
 @device

@@ -38,6 +38,7 @@ class DecodeTile:
     rows : int
         Rows of activations, at most 8.
     warps : int
+        Those that have a ring.
     chunk : int
         Elements of K in a stage: 64, 128 or 256.
     stages : int
@@ -51,8 +52,8 @@ class DecodeTile:
         Rows of weights in a stage, and columns of the output that a thread block of ``moe_down``
         takes at once: 8, or 16 in the kernels of ``moe_wide``.
     near : bool
-        Whether a thread block of ``moe_gate_up`` takes units that lie next to each other, of one
-        expert or two, not of as many as it has warps: an SM then reads few pages at a time.
+        Whether a thread block of ``moe_gate_up`` takes one range of units, of one expert or two:
+        an SM then reads few pages at a time.
     """
 
     rows: int
@@ -66,8 +67,8 @@ class DecodeTile:
 
     @property
     def threads(self) -> int:
-        """Of a thread block."""
-        return 32 * self.warps
+        """Of a thread block: its warps, and enough to list a choice each."""
+        return 32 * max(self.warps, self.rows)
 
     @property
     def pitch(self) -> int:
@@ -122,11 +123,13 @@ GATE_UP_TILES: dict[str, DecodeTile] = {
     "r1n": DecodeTile(1, 8, 128, 6, 2, _HALF, near=True),
     "r2n": DecodeTile(2, 8, 256, 3, 2, _HALF, near=True),
     "r8n": DecodeTile(8, 16, 128, 5, 1, _FULL, near=True),
-    "r1w": DecodeTile(1, 4, 128, 5, 2, 94 * 1024, WIDE),
-    "r1v": DecodeTile(1, 4, 256, 3, 2, _HALF, WIDE),
-    "r2w": DecodeTile(2, 4, 128, 5, 2, 98 * 1024, WIDE),
-    "r8w": DecodeTile(8, 8, 128, 5, 1, _FULL, WIDE),
-    "r8v": DecodeTile(8, 8, 128, 2, 2, _HALF, WIDE),
+    "r1w": DecodeTile(1, 4, 128, 5, 2, 94 * 1024, WIDE, near=True),
+    "r1u": DecodeTile(1, 3, 128, 4, 2, 58 * 1024, WIDE, near=True),
+    "r1v": DecodeTile(1, 4, 256, 3, 2, _HALF, WIDE, near=True),
+    "r2w": DecodeTile(2, 4, 128, 5, 2, 98 * 1024, WIDE, near=True),
+    "r8w": DecodeTile(8, 8, 128, 5, 1, _FULL, WIDE, near=True),
+    "r8t": DecodeTile(8, 8, 128, 5, 1, _FULL, WIDE),
+    "r8v": DecodeTile(8, 8, 128, 2, 2, _HALF, WIDE, near=True),
 }
 """``moe_gate_up_bf16_<variant>``, fewest rows first."""
 
@@ -139,10 +142,12 @@ DOWN_TILES: dict[str, DecodeTile] = {
     "r2n": DecodeTile(2, 8, 128, 5, 2, _HALF),
     "r8n": DecodeTile(8, 16, 128, 3, 1, _FULL),
     "r1w": DecodeTile(1, 9, 128, 3, 1, 131 * 1024, WIDE),  # beside a block of ``moe_gate_up``
-    "r1v": DecodeTile(1, 9, 128, 2, 1, _HALF, WIDE),
+    "r1u": DecodeTile(1, 9, 128, 4, 1, 168 * 1024, WIDE),
+    "r1v": DecodeTile(1, 9, 128, 4, 1, 168 * 1024, WIDE),
     "r2w": DecodeTile(2, 9, 128, 3, 1, 148 * 1024, WIDE),
     "r8w": DecodeTile(8, 8, 128, 3, 1, _FULL, WIDE),
-    "r8v": DecodeTile(8, 12, 128, 2, 1, _FULL, WIDE),
+    "r8t": DecodeTile(8, 4, 128, 6, 1, _FULL, WIDE),
+    "r8v": DecodeTile(8, 4, 128, 6, 1, _FULL, WIDE),
 }
 """``moe_down_bf16_<variant>``."""
 

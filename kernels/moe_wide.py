@@ -3,7 +3,8 @@
 The same two kernels, arguments, choices and order of a product. The 16 rows are the tensor core's A
 and activations its B, so that a product is of twice as many weights, half as many chains of them
 run at once, and each has twice the bytes on its way. A unit of ``moe_gate_up`` is 8 rows of gate
-and the same 8 of up; those of a thread block lie next to each other, of one expert or two. What is
+and the same 8 of up; those of a thread block lie next to each other, all of them (``near``: the
+shared expert's are dealt out one by one, the others in ranges) or one of each warp in turn. What is
 asked for next is known by an address, which is worked out anew with each unit, not each stage.
 """
 
@@ -17,16 +18,15 @@ from atlas_kernels.moe_lists import (
     BARRIER_AT,
     IDS_AT,
     ask_rows,
-    copy_weights,
+    begin,
     entries_at,
     list_experts,
     pair_of,
     weights_at,
 )
 from atlas_kernels.moe_plan import DOWN_TILES, GATE_UP_TILES, WIDE, DecodeTile
+from atlas_kernels.moe_wide_stage import ask_stage, multiply_stage
 from atlas_kernels.ptx_async import (
-    barrier_init,
-    barrier_init_fence,
     barrier_wait,
     copy_commit,
     copy_wait,
@@ -53,7 +53,7 @@ from atlas_kernels.ptx_memory import (
     store_shared_b32,
     store_shared_f32,
 )
-from atlas_kernels.ptx_mma import ldmatrix_x4, mma_bf16, mma_zero
+from atlas_kernels.ptx_mma import mma_zero
 from atlas_kernels.ptx_warp import (
     block_x,
     lane_id,
@@ -70,77 +70,8 @@ from atlas_kernels.registry import kernel
 _Y_BYTES = 2 * WIDE
 _WORDS = WIDE // 2
 _WORD_SHIFT = _WORDS.bit_length() - 1
-
-
-@device
-def _begin(base):
-    """Make the barrier of the activations; another barrier of all threads follows."""
-    if thread_x() == 0:
-        barrier_init(i32(base + BARRIER_AT), 1)
-        barrier_init_fence()
-
-
-def _ask_stage(tile: DecodeTile) -> tuple[Any, Any]:
-    """Two device functions.
-
-    - (address of a unit, bytes from row to row) → where this lane's part of it begins;
-    - (stage, that address further on, bytes from row to row, to row 8, of a row): ask for it.
-    """
-    pitch, share = tile.pitch, tile.chunk // 8
-    shift, rows = share.bit_length() - 1, 32 // share
-
-    @device
-    def part_of(unit, row_bytes):
-        lane = lane_id()
-        return unit + i64(lane >> shift) * row_bytes + i64((lane & (share - 1)) * 16)
-
-    @device
-    def ask(place, source, row_bytes, half_bytes, num_bytes):
-        lane = lane_id()
-        piece = i32((lane & (share - 1)) * 16)
-        if piece < num_bytes:
-            target = i32(place + (lane >> shift) * pitch + piece)
-            for half in range(2):
-                at = source + half_bytes * half
-                for i in range(0, 8, rows):
-                    copy_weights(i32(target + (8 * half + i) * pitch), at)
-                    at = at + row_bytes * rows
-
-    return part_of, ask
-
-
-def _multiply_stage(tile: DecodeTile) -> Any:
-    """(sums, stage, activations, k64 steps) → sums + 16 rows of weights · 8 of activations.
-
-    ``stage`` is the int32 address of (row lane % 16, bytes 16 · (lane / 16)) of the weights,
-    ``activations`` that of (row lane % 8, bytes 16 · (lane / 8)) of the activations.
-    """
-    most = tile.chunk // 64
-
-    @device
-    def multiply_64(total, stage, rows):
-        b, d = ldmatrix_x4(rows), ldmatrix_x4(i32(rows + 64))
-        w, v = ldmatrix_x4(stage), ldmatrix_x4(i32(stage + 32))
-        y, z = ldmatrix_x4(i32(stage + 64)), ldmatrix_x4(i32(stage + 96))
-        total = mma_bf16(total, w, (b[0], b[1]))
-        total = mma_bf16(total, v, (b[2], b[3]))
-        total = mma_bf16(total, y, (d[0], d[1]))
-        return mma_bf16(total, z, (d[2], d[3]))
-
-    @device
-    def multiply(total, stage, rows, steps):
-        if steps == most:  # unrolled, so that loads run ahead of the products
-            for step in range(most):
-                at = i32(step * 128)
-                total = multiply_64(total, i32(stage + at), i32(rows + at))
-        else:
-            at, turn = i32(0), i32(lanes() * 4)
-            while at < steps * 128:
-                total = multiply_64(total, i32(stage + at), i32(rows + at))
-                at = i32(at + turn)
-        return total
-
-    return multiply
+_NONE = 1 << 24
+"""The first unit of a warp that only helps to list experts."""
 
 
 @kernel(
@@ -155,14 +86,40 @@ def _multiply_stage(tile: DecodeTile) -> Any:
 def make_moe_gate_up(tile: DecodeTile) -> Any:
     """As ``moe_gate_up``: act[pair] = silu(gate) · up; grid (SMs · blocks an SM)."""
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
-    list_them, pitch, multiply = list_experts(tile), tile.pitch, _multiply_stage(tile)
-    (part_of, ask), arrived = _ask_stage(tile), copy_wait(stages - 1)
-    entries, x_offset = entries_at(tile), tile.list_bytes
+    list_them, pitch, multiply = list_experts(tile), tile.pitch, multiply_stage(tile)
+    (part_of, ask), arrived = ask_stage(tile), copy_wait(stages - 1)
+    entries, x_offset, turns = entries_at(tile), tile.list_bytes, not tile.near
+
+    @device
+    def unit_at(index, far, first):
+        if turns:
+            turn, own = i32(index & -warps), i32(index & (warps - 1))
+            return i32(turn * num_blocks_x() + block_x() * warps + own)
+        return i32(block_x() + index * num_blocks_x()) if index < far else i32(first + index)
+
+    @device
+    def known_of(known):
+        """How many of this thread block's units, its first, are the shared expert's."""
+        if turns:
+            return i32(min(max(known - block_x() * warps, i32(0)), warps))
+        return quotient(i32(max(known - block_x(), i32(0)) + num_blocks_x() - 1), num_blocks_x())
+
+    @device
+    def deal(units, known, far):
+        """How many units this thread block takes, and what is added to the numbers of others."""
+        block, blocks = block_x(), num_blocks_x()
+        if turns:
+            full = quotient(units, i32(blocks * warps))
+            rest = i32(units - (full * blocks + block) * warps)
+            return i32(full * warps + min(max(rest, i32(0)), warps)), i32(0)
+        begin = quotient(i32((units - known) * block), blocks)
+        end = quotient(i32((units - known) * (block + 1)), blocks)
+        return i32(far + end - begin), i32(known + begin - far)
 
     @device
     def place_of(base, index, far, first, inner):
         """Entry and first column of this thread block's unit ``index``."""
-        unit = i32(block_x() + index * num_blocks_x()) if index < far else i32(first + index)
+        unit = unit_at(index, far, first)
         entry = quotient(unit, inner >> 3)
         return entry, i32(unit * 8 - entry * inner)
 
@@ -199,19 +156,19 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
             store_b16(act + (i64(pair) * inner + column) * 2, to_bf16(value))
 
     def moe_gate_up(w, w_shared, x, ids, act, m, slots, experts, dim, inner, x_stride):
-        base, lane, warp, block = dynamic_shared(), lane_id(), i32(thread_x() >> 5), block_x()
+        base, lane, warp = dynamic_shared(), lane_id(), i32(thread_x() >> 5)
         one = i32(lanes() >> 5)  # as a step: loops are not unrolled
-        tiles, x_at, blocks = i32(inner >> 3), i32(base + x_offset), num_blocks_x()
+        tiles, x_at = i32(inner >> 3), i32(base + x_offset)
         ring = i32(x_at + m * (2 * dim + 16) + warp * (stages * stage_bytes))
-        _begin(base)
-        # The shared expert's units are dealt out in turn: every thread block has its own.
+        begin(base)
         known = i32(tiles if w_shared != 0 else 0)
-        far = quotient(i32(max(known - block, i32(0)) + blocks - 1), blocks)
+        far = known_of(known)
         # The cursor of what is asked for runs ahead of what is multiplied.
-        index, asked, next_index, source, next_k = warp, i32(0), warp, i64(0), i32(0)
+        index = i32(warp if warp < warps else _NONE)
+        asked, next_index, source, next_k = i32(0), index, i64(0), i32(0)
         ahead = i32(0)
-        if warp < far:
-            source = source_of(base, w, w_shared, warp, far, i32(0), experts, dim, inner)
+        if index < far:
+            source = source_of(base, w, w_shared, index, far, i32(0), experts, dim, inner)
             ahead = i32(min(stages, quotient(i32(dim + chunk - 1), chunk)))
         while asked < ahead:  # constants: no need to wait
             next_index, source, next_k = ask_next(
@@ -225,9 +182,7 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
             ask_rows(base, x_at, x, x_stride, m, i32(2 * dim))
         shared_id = i32(experts if w_shared != 0 else -1)
         units = i32(list_them(base, ids, m, slots, shared_id) * tiles)
-        begin = quotient(i32((units - known) * block), blocks)
-        end = quotient(i32((units - known) * (block + 1)), blocks)
-        first, count = i32(known + begin - far), i32(far + end - begin)
+        count, first = deal(units, known, far)
         if next_k == 0 and next_index < count:
             source = source_of(base, w, w_shared, next_index, far, first, experts, dim, inner)
         while asked < stages:  # a group for each stage, be it empty
@@ -280,8 +235,8 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
 def make_moe_down(tile: DecodeTile) -> Any:
     """As ``moe_down``, 16 columns at a time: Σ of weight · (W_down · act); grid (≤ D / 16)."""
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
-    list_them, pitch, multiply = list_experts(tile), tile.pitch, _multiply_stage(tile)
-    (part_of, ask), arrived = _ask_stage(tile), copy_wait(stages - 1)
+    list_them, pitch, multiply = list_experts(tile), tile.pitch, multiply_stage(tile)
+    (part_of, ask), arrived = ask_stage(tile), copy_wait(stages - 1)
     entries, weights_offset, y_offset = entries_at(tile), weights_at(tile), tile.list_bytes
 
     @device
@@ -359,15 +314,16 @@ def make_moe_down(tile: DecodeTile) -> Any:
         pairs, y_at = i32(m * slots), i32(base + y_offset)
         act_at = i32(y_at + pairs * _Y_BYTES)
         ring = i32(act_at + pairs * (2 * inner + 16) + warp * (stages * stage_bytes))
-        _begin(base)
+        begin(base)
         shared_id = i32(experts if w_shared != 0 else -1)
         count = list_them(base, ids, m, slots, shared_id)
         all_groups = quotient(dim, WIDE)
         groups = quotient(i32(all_groups - block_x() + num_blocks_x() - 1), num_blocks_x())
         units = i32(groups * count)
-        unit, next_unit, source, next_k = warp, warp, i64(0), i32(0)
-        if warp < units:
-            source = source_of(base, w, w_shared, warp, experts, dim, inner, count)
+        unit = i32(warp if warp < warps else _NONE)
+        next_unit, source, next_k = unit, i64(0), i32(0)
+        if unit < units:
+            source = source_of(base, w, w_shared, unit, experts, dim, inner, count)
         while asked < stages:  # constants: no need to wait
             next_unit, source, next_k = ask_next(
                 base, i32(ring + asked * stage_bytes), w, w_shared, next_unit, source, next_k,

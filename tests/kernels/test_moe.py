@@ -420,9 +420,11 @@ def _run_in_order(ptx_of: Callable[[str], str], order: int) -> None:
         (1, "r1n"),
         (5, "r8n"),
         (1, "r1w"),
+        (1, "r1u"),
         (1, "r1v"),
         (2, "r2w"),
         (5, "r8w"),
+        (7, "r8t"),
         (8, "r8v"),
     ],
 )
@@ -561,7 +563,10 @@ def test_bits_of_a_row_depend_on_the_row_alone(bench: Bench, gpu: Any) -> None:
             runs.append(experts.wgmma(x, ids, weights, out, variant=variant, blocks=blocks))
     for run in runs[1:]:
         np.testing.assert_array_equal(runs[0], run)
-    runs_alone = ((0, 1, "r1"), (0, 1, "r8"), (7, 2, "r2"), (40, 4, "r4"), (11, 8, "r8"))
+    runs_alone = [(0, 1, "r1"), (0, 1, "r8"), (7, 2, "r2"), (40, 4, "r4"), (11, 8, "r8")]
+    runs_alone += [(0, 1, name) for name in ("r1n", "r1u", "r1v", "r1w", "r8w")]
+    runs_alone += [(7, 2, "r2n"), (40, 2, "r2w"), (11, 8, "r8n"), (3, 8, "r8v"), (5, 8, "r8w")]
+    runs_alone += [(9, 8, "r8t")]
     for first, count, variant in runs_alone:
         part = slice(first, first + count)
         out = bench.put(residual[part], "bf16")
