@@ -52,7 +52,9 @@ def fetch_inputs(source, target, pieces, chosen, num_pieces, rows, columns):
       many, and the first columns of the last one's.
 
     The pinned memory is read ahead of the wait, since the host was done with it before the launch.
+    Only a graph may follow (or ``copy_words`` and a graph), as other kernels read the target early.
     """
+    launch_dependents()
     per_piece = quotient(rows + THREADS, THREADS)
     number = i32(min(quotient(block_x(), per_piece), num_pieces - 1))
     i = i32((block_x() - number * per_piece) * THREADS + thread_x())
@@ -68,14 +70,13 @@ def fetch_inputs(source, target, pieces, chosen, num_pieces, rows, columns):
     wait_prerequisites()
     if inside:
         store_b32(target + place, _fed(value, chosen) if number == 0 else value)
-    launch_dependents()
 
 
 @kernel("copy_words", args="ptr ptr i32", threads=THREADS)
 def copy_words(source, target, count):
     """target[i] = source[i], int32; grid (⌈count / 128⌉). Either may be pinned host memory."""
+    launch_dependents()
     wait_prerequisites()
     i = block_x() * THREADS + thread_x()
     if i < count:
         store_b32(target + i64(i) * 4, load_host_b32(source + i64(i) * 4))
-    launch_dependents()
