@@ -151,7 +151,7 @@ DOWN_TILES: dict[str, DecodeTile] = {
 }
 """``moe_down_bf16_<variant>``."""
 
-CHOSEN = ("r1", "r2", "r4", "r8")
+CHOSEN = ("r1w", "r2w", "r8w")
 """Those of which ``decode_variant`` takes the first that fits; others are on trial."""
 
 
