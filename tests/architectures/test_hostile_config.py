@@ -46,7 +46,7 @@ def test_any_option_may_be_anything(data: st.DataObject) -> None:
         changes["rope_scaling"] = data.draw(section)
     generation = data.draw(st.none() | st.fixed_dictionaries({"eos_token_id": JSON}))
     changed = {key: value for key, value in (base | changes).items() if value is not ...}
-    if isinstance(text := changed.get("text_config"), dict):
+    if isinstance(text := changed.get("text_config"), dict) and text:
         inner = data.draw(st.lists(st.sampled_from(sorted(text)), max_size=3, unique=True))
         changed["text_config"] = text | {key: data.draw(JSON) for key in inner}
     try:
