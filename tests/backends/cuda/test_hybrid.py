@@ -21,8 +21,8 @@ BRANCH = [*LONG[:140], 9, 9]
 PROMPTS = [LONG[:70], [3, 17, 29], LONG[40:103], LONG[:65], [5, 101]]
 TOLERANCE = 0.06
 """Of a row of logits, relative: weights, activations, KV and the factors of a chunk's products in
-bfloat16. With the definitions in place of the kernels, which rounds all but the last, it is 0.011 to
-0.037; on an H200 0.014 to 0.025.
+bfloat16. With the definitions in place of the kernels, which rounds all but the last, it is 0.011
+to 0.037; on an H200 0.014 to 0.025.
 """
 FAMILIES = ["qwen3_5_moe", "bamba"]
 
