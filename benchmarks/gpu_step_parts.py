@@ -26,7 +26,7 @@ from atlas.backends.cuda.graph import CapturedGraph  # noqa: E402
 from atlas.backends.cuda.launch import KernelLaunch, Recording  # noqa: E402
 from atlas.layers.step import StepShape  # noqa: E402
 from atlas.ops.select import in_parts  # noqa: E402
-from benchmarks.gpu_models import ceilings, open_engine  # noqa: E402
+from benchmarks.gpu_models import ceilings, open_engine, prompts  # noqa: E402
 from benchmarks.random_checkpoint import SHAPES, RandomCheckpoint  # noqa: E402
 
 KINDS = (
@@ -73,15 +73,15 @@ def microseconds(runtime: Any, recording: Recording, count: int) -> float:
 
 def take_decode_apart(engine: Engine, batch: int, context: int) -> None:
     """Run a batch, so that tables and lengths are real; then time graphs of its step's parts."""
-    prompt = list(range(20, 20 + context - 8))
-    engine.generate([prompt] * batch, SamplingParams(max_tokens=8, ignore_eos=True))
+    given = prompts(batch, context - 8, engine.model.config.vocab_size)
+    engine.generate(given, SamplingParams(max_tokens=8, ignore_eos=True))
     take_apart(engine, StepShape.decode(batch), f"batch {batch}", 10)
 
 
 def take_prompt_apart(engine: Engine, length: int) -> None:
     """The same of a prompt that runs as one chunk."""
-    prompt = [20 + i % 1000 for i in range(length)]
-    engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
+    given = prompts(1, length, engine.model.config.vocab_size)
+    engine.generate(given, SamplingParams(max_tokens=1, ignore_eos=True))
     take_apart(engine, StepShape.prompt(length), f"prompt of {length}", 1)
 
 
