@@ -35,6 +35,7 @@ from atlas_kernels.moe_plan import (  # noqa: E402
     HALF_ROWS,
     ROUTE_VARIANTS,
     ROW_BOX,
+    UNIT,
     WGMMA_TILES,
     decode_kernels,
     decode_variant,
@@ -138,8 +139,7 @@ class Runner:
         args += [weights.data_ptr(), self.act.data_ptr(), residual.data_ptr(), out.data_ptr()]
         args += [len(out), shape.slots, shape.experts, shape.dim, shape.inner]
         args += [residual.stride(0) * 2, out.stride(0) * 2]
-        tile = DOWN_TILES[name]
-        blocks = min(shape.dim // tile.unit, self._blocks(tile.blocks_per_sm))
+        blocks = min(shape.dim // UNIT, self._blocks(DOWN_TILES[name].blocks_per_sm))
         self.gpu.run(decode_kernels(name)[1], (blocks, 1), args)
 
     def decode(

@@ -1,13 +1,16 @@
 """Mixture of experts for up to 8 rows: every chosen expert's weights are read once.
 
 Two kernels. ``moe_gate_up`` gives silu(gate) · up of every pair, ``moe_down`` the experts' outputs
-and their weighted sum. A warp is a stream of its own: it takes 8 rows of an expert's weights at a
-time, copies their K in chunks into a ring of stages, and multiplies all rows of activations by
-them; rows that did not choose the expert are dropped. Units of 8 rows are dealt out to the SMs in
-turn, so that at one row each warp has about one and all weights are on their way at once. Weights
-of the shared expert are asked for before the wait for the previous kernel, and all that fit of
-``moe_down`` while ``moe_gate_up`` still runs. No gather, no scatter, no atomics; the order is that
-of ``moe_plan``.
+and their weighted sum. A warp is a stream of its own: it takes 16 rows of an expert's weights at a
+time, a unit, copies their K in chunks into a ring of stages, and multiplies all rows of activations
+by them; rows that did not choose the expert are dropped. Weights of the shared expert are asked for
+before the wait for the previous kernel, and all that fit of ``moe_down`` while ``moe_gate_up``
+still runs. No gather, no scatter, no atomics; the order is that of ``moe_plan``.
+
+Weights are the tensor core's A, activations its B. A unit of ``moe_gate_up`` is 8 rows of gate and
+the same 8 of up; those of a thread block lie next to each other, all of them (``near``: the shared
+expert's are dealt out one by one, the others in ranges) or one of each warp in turn. What is asked
+for next is known by an address, which is worked out anew with each unit, not each stage.
 
 ``moe_gate_up`` lets the next kernel start only after its own wait: that one reads ids and weights,
 which a kernel before this one wrote, before its wait.
@@ -19,19 +22,18 @@ from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.activation import silu_mul
+from atlas_kernels.moe_decode_stage import ask_stage, multiply_stage
 from atlas_kernels.moe_lists import (
     BARRIER_AT,
     IDS_AT,
-    ask_chunk,
     ask_rows,
     begin,
     entries_at,
     list_experts,
-    multiply_chunk,
     pair_of,
     weights_at,
 )
-from atlas_kernels.moe_plan import DOWN_TILES, GATE_UP_TILES, WIDE, DecodeTile
+from atlas_kernels.moe_plan import DOWN_TILES, GATE_UP_TILES, UNIT, DecodeTile
 from atlas_kernels.ptx_async import (
     barrier_wait,
     copy_commit,
@@ -39,13 +41,22 @@ from atlas_kernels.ptx_async import (
     launch_dependents,
     wait_prerequisites,
 )
-from atlas_kernels.ptx_math import fma, pack_bf16, quotient, remainder, unpack_bf16
+from atlas_kernels.ptx_math import (
+    fma,
+    from_bf16,
+    pack_bf16,
+    quotient,
+    remainder,
+    to_bf16,
+    unpack_bf16,
+)
 from atlas_kernels.ptx_memory import (
     dynamic_shared,
     load_b32,
     load_f32,
     load_shared_b32,
     load_shared_f32,
+    store_b16,
     store_b32,
     store_shared_b32,
     store_shared_f32,
@@ -54,32 +65,21 @@ from atlas_kernels.ptx_mma import mma_zero
 from atlas_kernels.ptx_warp import (
     block_x,
     lane_id,
+    lanes,
     num_blocks_x,
     shuffle_b32,
-    shuffle_xor_f32,
+    shuffle_xor_b32,
     sync_threads,
     sync_warp,
     thread_x,
 )
 from atlas_kernels.registry import kernel
 
-COLUMNS = 8
-_Y_BYTES = 2 * COLUMNS  # of a pair's outputs in shared memory
-_WORDS = COLUMNS // 2
-
-
-def _advance(tile: DecodeTile) -> Any:
-    """The chunk after (index of a unit, k) in a warp's stream, whose units are ``stride`` apart."""
-    chunk = tile.chunk
-
-    @device
-    def advance(unit, at_k, length, stride):
-        at_k = i32(at_k + chunk)
-        if at_k >= length:
-            return i32(unit + stride), i32(0)
-        return unit, at_k
-
-    return advance
+_Y_BYTES = 2 * UNIT  # of a pair's outputs in shared memory
+_WORDS = UNIT // 2
+_WORD_SHIFT = _WORDS.bit_length() - 1
+_NONE = 1 << 24
+"""The first unit of a warp that only helps to list experts."""
 
 
 @kernel(
@@ -89,7 +89,7 @@ def _advance(tile: DecodeTile) -> Any:
     shared=lambda tile: tile.shared_bytes,
     min_blocks=lambda tile: tile.places,
     arch="sm_90",
-    variants={f"bf16_{name}": (t,) for name, t in GATE_UP_TILES.items() if t.unit != WIDE},
+    variants={f"bf16_{name}": (tile,) for name, tile in GATE_UP_TILES.items()},
 )
 def make_moe_gate_up(tile: DecodeTile) -> Any:
     """act[pair] = silu(gate) · up of x[row] by the pair's expert; grid (SMs · blocks an SM).
@@ -99,104 +99,138 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
     All bf16 and contiguous but x. A pair without a choice is not written.
     """
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
-    advance, list_them, pitch, near = _advance(tile), list_experts(tile), tile.pitch, tile.near
-    ask, multiply, arrived = ask_chunk(tile), multiply_chunk(tile), copy_wait(stages - 1)
-    entries, x_offset = entries_at(tile), tile.list_bytes
-
-    @device
-    def deal(units, known):
-        """How many units this thread block takes, how many of them far apart, where others begin.
-
-        The shared expert's, the first ``known``, are dealt out in turn: all blocks have their own.
-        """
-        block, blocks = block_x(), num_blocks_x()
-        if near:
-            far = quotient(i32(max(known - block, i32(0)) + blocks - 1), blocks)
-            first = quotient(i32((units - known) * block), blocks)
-            end = quotient(i32((units - known) * (block + 1)), blocks)
-            return i32(far + end - first), far, i32(known + first - far)
-        count = quotient(i32(max(units - block, i32(0)) + blocks - 1), blocks)
-        return count, count, i32(0)
+    list_them, pitch, multiply = list_experts(tile), tile.pitch, multiply_stage(tile)
+    (part_of, ask), arrived = ask_stage(tile), copy_wait(stages - 1)
+    entries, x_offset, turns = entries_at(tile), tile.list_bytes, not tile.near
 
     @device
     def unit_at(index, far, first):
-        """The number of this thread block's unit ``index``."""
+        if turns:
+            turn, own = i32(index & -warps), i32(index & (warps - 1))
+            return i32(turn * num_blocks_x() + block_x() * warps + own)
         return i32(block_x() + index * num_blocks_x()) if index < far else i32(first + index)
 
     @device
-    def ask_unit(place, base, w, w_shared, unit, at_k, experts, dim, inner):
-        """Rows 0 … 3 of a unit are gate's, 4 … 7 up's."""
-        tiles = quotient(inner, 4)
-        entry, j = quotient(unit, tiles), remainder(unit, tiles)
+    def known_of(known):
+        """How many of this thread block's units, its first, are the shared expert's."""
+        if turns:
+            return i32(min(max(known - block_x() * warps, i32(0)), warps))
+        return quotient(i32(max(known - block_x(), i32(0)) + num_blocks_x() - 1), num_blocks_x())
+
+    @device
+    def deal(units, known, far):
+        """How many units this thread block takes, and what is added to the numbers of others."""
+        block, blocks = block_x(), num_blocks_x()
+        if turns:
+            full = quotient(units, i32(blocks * warps))
+            rest = i32(units - (full * blocks + block) * warps)
+            return i32(full * warps + min(max(rest, i32(0)), warps)), i32(0)
+        begin = quotient(i32((units - known) * block), blocks)
+        end = quotient(i32((units - known) * (block + 1)), blocks)
+        return i32(far + end - begin), i32(known + begin - far)
+
+    @device
+    def place_of(base, index, far, first, inner):
+        """Entry and first column of this thread block's unit ``index``."""
+        unit = unit_at(index, far, first)
+        entry = quotient(unit, inner >> 3)
+        return entry, i32(unit * 8 - entry * inner)
+
+    @device
+    def source_of(base, w, w_shared, index, far, first, experts, dim, inner):
+        """Where this lane's part of a unit begins."""
+        entry, column = place_of(base, index, far, first, inner)
         start = w_shared
         if entry > 0 or w_shared == 0:
             expert = load_shared_b32(base + entries + entry * 4)
             start = w + i64(expert) * (i64(inner) * dim * 4)
-        start = start + (i64(j * 4) * dim + at_k) * 2
-        ask(place, start, i64(dim) * 2, i64(inner) * dim * 2, i32(min(chunk, dim - at_k) * 2))
+        return part_of(start + i64(column) * dim * 2, i64(dim) * 2)
+
+    @device
+    def ask_next(
+        base, place, w, w_shared, index, source, at_k, count, far, first, experts, dim, inner
+    ):  # fmt: skip
+        """Ask for a stage, if there is one; the cursor after it."""
+        if index < count:
+            size = i32(min(chunk, dim - at_k) * 2)
+            ask(place, source, i64(dim) * 2, i64(inner) * dim * 2, size)
+            source, at_k = source + 2 * chunk, i32(at_k + chunk)
+            if at_k >= dim:
+                index, at_k = i32(index + warps), i32(0)
+                if index < count:
+                    source = source_of(base, w, w_shared, index, far, first, experts, dim, inner)
+        copy_commit()
+        return index, source, at_k
+
+    @device
+    def store_one(act, pair, column, inner, gate, up):
+        if pair >= 0:
+            value = f32(silu_mul(from_bf16(to_bf16(gate)), from_bf16(to_bf16(up))))
+            store_b16(act + (i64(pair) * inner + column) * 2, to_bf16(value))
 
     def moe_gate_up(w, w_shared, x, ids, act, m, slots, experts, dim, inner, x_stride):
         base, lane, warp = dynamic_shared(), lane_id(), i32(thread_x() >> 5)
-        tiles, x_at = quotient(inner, 4), i32(base + x_offset)
+        one = i32(lanes() >> 5)  # as a step: loops are not unrolled
+        tiles, x_at = i32(inner >> 3), i32(base + x_offset)
         ring = i32(x_at + m * (2 * dim + 16) + warp * (stages * stage_bytes))
         begin(base)
-        # The cursor of what is asked for runs ahead of what is multiplied.
-        index, next_index, next_k, asked = warp, warp, i32(0), i32(0)
         known = i32(tiles if w_shared != 0 else 0)
-        unit = i32(block_x() + index * num_blocks_x())
-        while asked < stages and unit < known:  # constants: no need to wait
-            place = i32(ring + asked * stage_bytes)
-            ask_unit(place, base, w, w_shared, unit, next_k, experts, dim, inner)
-            copy_commit()
-            asked = i32(asked + 1)
-            next_index, next_k = advance(next_index, next_k, dim, i32(warps))
-            unit = i32(block_x() + next_index * num_blocks_x())
+        far = known_of(known)
+        # The cursor of what is asked for runs ahead of what is multiplied.
+        index = i32(warp if warp < warps else _NONE)
+        asked, next_index, source, next_k = i32(0), index, i64(0), i32(0)
+        ahead = i32(0)
+        if index < far:
+            source = source_of(base, w, w_shared, index, far, i32(0), experts, dim, inner)
+            ahead = i32(min(stages, quotient(i32(dim + chunk - 1), chunk)))
+        while asked < ahead:  # constants: no need to wait
+            next_index, source, next_k = ask_next(
+                base, i32(ring + asked * stage_bytes), w, w_shared, next_index, source, next_k,
+                far, far, i32(0), experts, dim, inner,
+            )  # fmt: skip
+            asked = i32(asked + one)
         wait_prerequisites()
         launch_dependents()
         if warp == 0:
             ask_rows(base, x_at, x, x_stride, m, i32(2 * dim))
         shared_id = i32(experts if w_shared != 0 else -1)
         units = i32(list_them(base, ids, m, slots, shared_id) * tiles)
-        count, far, first = deal(units, known)
+        count, first = deal(units, known, far)
+        if next_k == 0 and next_index < count:
+            source = source_of(base, w, w_shared, next_index, far, first, experts, dim, inner)
         while asked < stages:  # a group for each stage, be it empty
-            if next_index < count:
-                place, unit = i32(ring + asked * stage_bytes), unit_at(next_index, far, first)
-                ask_unit(place, base, w, w_shared, unit, next_k, experts, dim, inner)
-                next_index, next_k = advance(next_index, next_k, dim, i32(warps))
-            copy_commit()
-            asked = i32(asked + 1)
+            next_index, source, next_k = ask_next(
+                base, i32(ring + asked * stage_bytes), w, w_shared, next_index, source, next_k,
+                count, far, first, experts, dim, inner,
+            )  # fmt: skip
+            asked = i32(asked + one)
         barrier_wait(i32(base + BARRIER_AT), 0)
         own = i32(lane & 7)
         rows = i32(x_at + min(own, i32(m - 1)) * (2 * dim + 16) + (lane >> 3) * 16)
-        line = i32(own * pitch + (lane >> 3) * 16)
-        stage = i32(0)
+        line = i32((lane & 15) * pitch + (lane >> 4) * 16)
+        stage, turn = i32(0), i32(one * chunk)
         while index < count:
-            total = mma_zero()
-            for at_k in range(0, dim, chunk):
+            total, at_k = mma_zero(), i32(0)
+            while at_k < dim:
                 place = i32(ring + stage * stage_bytes)
                 arrived()
                 sync_warp()
-                steps = quotient(i32(min(chunk, dim - at_k)), 64)
+                steps = i32(min(chunk, dim - at_k) >> 6)
                 total = multiply(total, i32(place + line), i32(rows + at_k * 2), steps)
                 sync_warp()
-                if next_index < count:
-                    unit = unit_at(next_index, far, first)
-                    ask_unit(place, base, w, w_shared, unit, next_k, experts, dim, inner)
-                    next_index, next_k = advance(next_index, next_k, dim, i32(warps))
-                copy_commit()
-                stage = i32(stage + 1 if stage + 1 < stages else 0)
-            # Lanes t = 0, 1 of a row hold gate, t = 2, 3 up of the same columns.
-            up0, up1 = shuffle_xor_f32(total[0], 2), shuffle_xor_f32(total[1], 2)
-            unit = unit_at(index, far, first)
-            entry, j = quotient(unit, tiles), remainder(unit, tiles)
+                next_index, source, next_k = ask_next(
+                    base, place, w, w_shared, next_index, source, next_k,
+                    count, far, first, experts, dim, inner,
+                )  # fmt: skip
+                stage, at_k = i32(stage + 1 if stage + 1 < stages else 0), i32(at_k + turn)
+            entry, column = place_of(base, index, far, first, inner)
             expert = load_shared_b32(base + entries + entry * 4)
-            pair = pair_of(base, i32(lane >> 2), expert, m, slots)
-            if pair >= 0 and lane & 2 == 0:
-                g0, g1 = unpack_bf16(pack_bf16(total[0], total[1]))
-                u0, u1 = unpack_bf16(pack_bf16(up0, up1))
-                column = i32(j * 4 + (lane & 1) * 2)
-                value = pack_bf16(f32(silu_mul(g0, u0)), f32(silu_mul(g1, u1)))
-                store_b32(act + (i64(pair) * inner + column) * 2, value)
+            pair = pair_of(base, own, expert, m, slots)
+            # A lane holds gate and up of column lane / 4, of rows 2 (lane % 4) and the next.
+            row, column = i32((lane & 3) * 2), i32(column + (lane >> 2))
+            one, two = shuffle_b32(pair, row), shuffle_b32(pair, i32(row + 1))
+            store_one(act, one, column, inner, total[0], total[2])
+            store_one(act, two, column, inner, total[1], total[3])
             index = i32(index + warps)
 
     return moe_gate_up
@@ -209,36 +243,50 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
     shared=lambda tile: tile.shared_bytes,
     min_blocks=lambda tile: tile.places,
     arch="sm_90",
-    variants={f"bf16_{name}": (t,) for name, t in DOWN_TILES.items() if t.unit != WIDE},
+    variants={f"bf16_{name}": (tile,) for name, tile in DOWN_TILES.items()},
 )
 def make_moe_down(tile: DecodeTile) -> Any:
-    """out[row] = Σ over slots of weight · (W_down · act[pair]) + residual; grid (≤ D / 8).
+    """out[row] = Σ over slots of weight · (W_down · act[pair]) + residual; grid (≤ D / 16).
 
     Arguments: the experts' [E, D, F] and the shared expert's [D, F] (or 0); ids int32 and weights
     float32 [m, slots]; act [m · slots, F]; residual (or 0) and out, bf16 [m, D], which may be the
     same; m, slots, E, D, F; strides of residual and out in bytes. The ids and weights are read
-    before the wait. A thread block takes 8 columns at a time, a warp one expert of them.
+    before the wait. A thread block takes 16 columns at a time, a warp one expert of them.
     """
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
-    advance, list_them, pitch = _advance(tile), list_experts(tile), tile.pitch
-    ask, multiply, arrived = ask_chunk(tile), multiply_chunk(tile), copy_wait(stages - 1)
+    list_them, pitch, multiply = list_experts(tile), tile.pitch, multiply_stage(tile)
+    (part_of, ask), arrived = ask_stage(tile), copy_wait(stages - 1)
     entries, weights_offset, y_offset = entries_at(tile), weights_at(tile), tile.list_bytes
 
     @device
-    def ask_unit(place, base, w, w_shared, unit, at_k, experts, dim, inner, count):
+    def source_of(base, w, w_shared, unit, experts, dim, inner, count):
+        """Where this lane's part of a unit begins: 16 rows of an expert."""
         group, entry = quotient(unit, count), remainder(unit, count)
-        column = i32((block_x() + group * num_blocks_x()) * COLUMNS)
+        column = i32((block_x() + group * num_blocks_x()) * UNIT)
         expert = load_shared_b32(base + entries + entry * 4)
         start = w_shared
         if expert != experts:
             start = w + i64(expert) * (i64(inner) * dim * 2)
-        start = start + (i64(column) * inner + at_k) * 2
-        ask(place, start, i64(inner) * 2, i64(inner) * 8, i32(min(chunk, inner - at_k) * 2))
+        return part_of(start + i64(column) * inner * 2, i64(inner) * 2)
+
+    @device
+    def ask_next(base, place, w, w_shared, unit, source, at_k, units, experts, dim, inner, count):
+        """Ask for a stage, if there is one; the cursor after it."""
+        if unit < units:
+            size = i32(min(chunk, inner - at_k) * 2)
+            ask(place, source, i64(inner) * 2, i64(inner) * 16, size)
+            source, at_k = source + 2 * chunk, i32(at_k + chunk)
+            if at_k >= inner:
+                unit, at_k = i32(unit + warps), i32(0)
+                if unit < units:
+                    source = source_of(base, w, w_shared, unit, experts, dim, inner, count)
+        copy_commit()
+        return unit, source, at_k
 
     @device
     def combine(base, y_at, before, out, group, m, slots, out_stride):
         """Add each row's experts, two columns a thread; nothing here waits for global memory."""
-        row, word = i32(thread_x() >> 2), i32(thread_x() & 3)
+        row, word = i32(thread_x() >> _WORD_SHIFT), i32(thread_x() & (_WORDS - 1))
         if row < m:
             a = b = f32(0)
             for s in range(slots):
@@ -249,16 +297,31 @@ def make_moe_down(tile: DecodeTile) -> Any:
                 c, d = fma(weight, y0, a), fma(weight, y1, b)
                 a, b = (c if expert >= 0 else a), (d if expert >= 0 else b)
             r0, r1 = unpack_bf16(before)
-            column = i64(group * COLUMNS + word * 2) * 2
+            column = i64(group * UNIT + word * 2) * 2
             store_b32(out + row * out_stride + column, pack_bf16(a + r0, b + r1))
 
     @device
     def residual_word(residual, stride, group, m):
         """What this thread adds in ``combine``: −0 twice where there is no residual."""
-        row, word = i32(thread_x() >> 2), i32(thread_x() & 3)
+        row, word = i32(thread_x() >> _WORD_SHIFT), i32(thread_x() & (_WORDS - 1))
         if residual != 0 and row < m:
-            return load_b32(residual + row * stride + i64(group * COLUMNS + word * 2) * 2)
+            return load_b32(residual + row * stride + i64(group * UNIT + word * 2) * 2)
         return i32(-0x7FFF8000)
+
+    @device
+    def store_outputs(y_at, pair, upper, lower):
+        """Columns g (lane / 4) and g + 8 of a pair: even lanes of g store two columns at a time."""
+        lane = lane_id()
+        is_even = lane & 4 == 0
+        mine = pack_bf16(upper, lower)
+        other = shuffle_xor_b32(mine, i32(4))
+        low, high = (mine, other) if is_even else (other, mine)
+        word = i32(low & 0xFFFF | high << 16)
+        if not is_even:
+            word = i32((low >> 16) & 0xFFFF | high & -0x10000)
+        if pair >= 0:
+            at = i32(y_at + pair * _Y_BYTES + (lane >> 3) * 4)
+            store_shared_b32(at if is_even else i32(at + 16), word)
 
     def moe_down(
         w, w_shared, ids, weights, act, residual, out, m, slots, experts, dim, inner,
@@ -266,22 +329,26 @@ def make_moe_down(tile: DecodeTile) -> Any:
     ):  # fmt: skip
         launch_dependents()
         base, lane, warp = dynamic_shared(), lane_id(), i32(thread_x() >> 5)
+        one, asked = i32(lanes() >> 5), i32(0)
         pairs, y_at = i32(m * slots), i32(base + y_offset)
         act_at = i32(y_at + pairs * _Y_BYTES)
         ring = i32(act_at + pairs * (2 * inner + 16) + warp * (stages * stage_bytes))
         begin(base)
         shared_id = i32(experts if w_shared != 0 else -1)
         count = list_them(base, ids, m, slots, shared_id)
-        all_groups = quotient(dim, COLUMNS)
+        all_groups = quotient(dim, UNIT)
         groups = quotient(i32(all_groups - block_x() + num_blocks_x() - 1), num_blocks_x())
         units = i32(groups * count)
-        unit, next_unit, next_k = warp, warp, i32(0)
-        for asked in range(stages):  # constants: no need to wait
-            if next_unit < units:
-                place = i32(ring + asked * stage_bytes)
-                ask_unit(place, base, w, w_shared, next_unit, next_k, experts, dim, inner, count)
-                next_unit, next_k = advance(next_unit, next_k, inner, i32(warps))
-            copy_commit()
+        unit = i32(warp if warp < warps else _NONE)
+        next_unit, source, next_k = unit, i64(0), i32(0)
+        if unit < units:
+            source = source_of(base, w, w_shared, unit, experts, dim, inner, count)
+        while asked < stages:  # constants: no need to wait
+            next_unit, source, next_k = ask_next(
+                base, i32(ring + asked * stage_bytes), w, w_shared, next_unit, source, next_k,
+                units, experts, dim, inner, count,
+            )  # fmt: skip
+            asked = i32(asked + one)
         if thread_x() < pairs:
             weight = load_f32(weights + i64(thread_x()) * 4)
             store_shared_f32(base + weights_offset + thread_x() * 4, weight)
@@ -290,9 +357,9 @@ def make_moe_down(tile: DecodeTile) -> Any:
             ask_rows(base, act_at, act, i64(inner) * 2, pairs, i32(2 * inner))
         sync_threads()
         before = residual_word(residual, residual_stride, block_x(), m)
-        own, word = i32(lane & 7), i32(lane & 3)
-        line = i32(own * pitch + (lane >> 3) * 16)
-        stage = i32(0)
+        own, row = i32(lane & 7), i32((lane & 3) * 2)
+        line = i32((lane & 15) * pitch + (lane >> 4) * 16)
+        stage, turn = i32(0), i32(one * chunk)
         for group in range(groups):
             columns = i32(block_x() + group * num_blocks_x())
             if group > 0:
@@ -303,25 +370,21 @@ def make_moe_down(tile: DecodeTile) -> Any:
                 pair = pair_of(base, own, expert, m, slots)
                 rows = i32(act_at + max(pair, i32(0)) * (2 * inner + 16) + (lane >> 3) * 16)
                 barrier_wait(i32(base + BARRIER_AT), 0)  # once it is over, at no cost
-                total = mma_zero()
-                for at_k in range(0, inner, chunk):
+                total, at_k = mma_zero(), i32(0)
+                while at_k < inner:
                     place = i32(ring + stage * stage_bytes)
                     arrived()
                     sync_warp()
-                    steps = quotient(i32(min(chunk, inner - at_k)), 64)
+                    steps = i32(min(chunk, inner - at_k) >> 6)
                     total = multiply(total, i32(place + line), i32(rows + at_k * 2), steps)
                     sync_warp()
-                    if next_unit < units:
-                        ask_unit(
-                            place, base, w, w_shared, next_unit, next_k, experts, dim, inner, count
-                        )
-                        next_unit, next_k = advance(next_unit, next_k, inner, i32(warps))
-                    copy_commit()
-                    stage = i32(stage + 1 if stage + 1 < stages else 0)
-                target = shuffle_b32(pair, i32(lane >> 2))  # lane g < 8 knows the pair of row g
-                if target >= 0:
-                    at = i32(y_at + target * _Y_BYTES + word * 4)
-                    store_shared_b32(at, pack_bf16(total[0], total[1]))
+                    next_unit, source, next_k = ask_next(
+                        base, place, w, w_shared, next_unit, source, next_k,
+                        units, experts, dim, inner, count,
+                    )  # fmt: skip
+                    stage, at_k = i32(stage + 1 if stage + 1 < stages else 0), i32(at_k + turn)
+                store_outputs(y_at, shuffle_b32(pair, row), total[0], total[2])
+                store_outputs(y_at, shuffle_b32(pair, i32(row + 1)), total[1], total[3])
                 unit = i32(unit + warps)
             sync_threads()
             combine(base, y_at, before, out, columns, m, slots, out_stride)

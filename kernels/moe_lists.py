@@ -1,4 +1,4 @@
-"""What the decode kernels of a mixture of experts share: the list of experts, a warp's ring."""
+"""What the decode kernels of a mixture of experts share: the list of experts, the activations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 from atlas_kernels._cuda import device, i32, i64
 from atlas_kernels.moe_plan import DecodeTile
-from atlas_kernels.ptx import instruction
 from atlas_kernels.ptx_async import (
     barrier_expect,
     barrier_init,
@@ -20,16 +19,12 @@ from atlas_kernels.ptx_memory import (
     load_shared_b32x4,
     store_shared_b32,
 )
-from atlas_kernels.ptx_mma import ldmatrix_x4, mma_bf16
 from atlas_kernels.ptx_warp import ballot, lane_id, sync_threads, sync_warp, thread_x
 
 BARRIER_AT = 0
 COUNT_AT = 8
 FIRSTS_AT = 16  # a word of bits for every 32 pairs, 8 in all
 IDS_AT = 64
-
-copy_weights = instruction("", "r l", "cp.async.cg.shared.global.L2::256B [$0], [$1], 16;")
-"""``copy16`` of what is read once, from end to end: L2 fetches 256 bytes at a time."""
 
 
 def weights_at(tile: DecodeTile) -> int:
@@ -126,58 +121,3 @@ def ask_rows(base, target, source, stride, rows, row_bytes):
     sync_warp()
     for row in range(lane, rows, 32):
         bulk_load(i32(target + row * (row_bytes + 16)), source + row * stride, barrier, row_bytes)
-
-
-def ask_chunk(tile: DecodeTile) -> Any:
-    """Ask for a stage: (stage, row 0 of the chunk, bytes from row to row, to row 4, of a row).
-
-    Every 8, 16 or 32 lanes copy a row from end to end.
-    """
-    pitch, lanes = tile.pitch, tile.chunk // 8
-    shift, rows = lanes.bit_length() - 1, 32 // lanes
-
-    @device
-    def ask(place, source, row_bytes, half_bytes, num_bytes):
-        row, piece = i32(lane_id() >> shift), i32((lane_id() & (lanes - 1)) * 16)
-        if piece < num_bytes:
-            target = i32(place + row * pitch + piece)
-            start = source + i64(row) * row_bytes + piece
-            for i in range(0, 8, rows):
-                skip = i64(i & 3) * row_bytes + i64(i >> 2) * half_bytes
-                copy_weights(i32(target + i * pitch), start + skip)
-
-    return ask
-
-
-def multiply_chunk(tile: DecodeTile) -> Any:
-    """(sums, stage, activations, k64 steps) → sums + 8 rows of activations · 8 rows of weights.
-
-    ``stage`` is the int32 address of (row lane % 8, bytes 16 · (lane / 8)) of the weights,
-    ``activations`` that of the same place of the activations. The lower 8 rows of the tensor core's
-    A are zeros.
-    """
-    most = tile.chunk // 64
-
-    @device
-    def multiply_64(total, stage, rows):
-        zero = i32(0)
-        a, b = ldmatrix_x4(rows), ldmatrix_x4(stage)
-        c, d = ldmatrix_x4(i32(rows + 64)), ldmatrix_x4(i32(stage + 64))
-        total = mma_bf16(total, (a[0], zero, a[1], zero), (b[0], b[1]))
-        total = mma_bf16(total, (a[2], zero, a[3], zero), (b[2], b[3]))
-        total = mma_bf16(total, (c[0], zero, c[1], zero), (d[0], d[1]))
-        return mma_bf16(total, (c[2], zero, c[3], zero), (d[2], d[3]))
-
-    @device
-    def multiply(total, stage, rows, steps):
-        if steps == most:  # unrolled, so that loads run ahead of the products
-            for step in range(most):
-                at = i32(step * 128)
-                total = multiply_64(total, i32(stage + at), i32(rows + at))
-        else:
-            for step in range(steps):
-                at = i32(step * 128)
-                total = multiply_64(total, i32(stage + at), i32(rows + at))
-        return total
-
-    return multiply

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 MAX_SLOTS = 32
 """Choices of a row, the shared expert included."""
-WIDE = 16
-"""Rows of weights in a unit of the kernels of ``moe_wide``."""
-# Shared memory of a thread block, sm_90, so that an SM holds one or two.
-_FULL, _HALF = 227 * 1024, 113 * 1024
+UNIT = 16
+"""Rows of weights that a warp of a decode kernel takes at a time."""
+# Shared memory of a thread block, sm_90, so that an SM holds one.
+_FULL = 227 * 1024
 
 ROUTE_VARIANTS = {"e128": 4, "e256": 8, "e512": 16, "e1024": 32}
 """``moe_route_<variant>``: experts that a lane has in registers."""
@@ -48,12 +48,9 @@ class DecodeTile:
     shared_bytes : int
         Dynamic shared memory of a thread block. If it leaves room, the next kernel's are on the SM
         as well, with their weights on the way.
-    unit : int
-        Rows of weights in a stage, and columns of the output that a thread block of ``moe_down``
-        takes at once: 8, or 16 in the kernels of ``moe_wide``.
     near : bool
-        Whether a thread block of ``moe_gate_up`` takes one range of units, of one expert or two:
-        an SM then reads few pages at a time.
+        Whether a thread block of ``moe_gate_up`` takes one range of units, of one expert or two, or
+        one unit for each warp in turn.
     """
 
     rows: int
@@ -62,8 +59,7 @@ class DecodeTile:
     stages: int
     blocks_per_sm: int
     shared_bytes: int
-    unit: int = 8
-    near: bool = False
+    near: bool = True
 
     @property
     def threads(self) -> int:
@@ -78,7 +74,7 @@ class DecodeTile:
     @property
     def stage_bytes(self) -> int:
         """A unit's rows."""
-        return self.unit * self.pitch
+        return UNIT * self.pitch
 
     @property
     def ring_bytes(self) -> int:
@@ -110,49 +106,31 @@ def gate_up_area(rows: int, dim: int) -> int:
     return rows * (2 * dim + 16)
 
 
-def down_area(rows: int, slots: int, inner: int, columns: int = 8) -> int:
+def down_area(rows: int, slots: int, inner: int) -> int:
     """Of ``moe_down``: activations, and the outputs of each choice."""
-    return rows * slots * (2 * inner + 16 + 2 * columns)
+    return rows * slots * (2 * inner + 16 + 2 * UNIT)
 
 
 GATE_UP_TILES: dict[str, DecodeTile] = {
-    "r1": DecodeTile(1, 8, 128, 6, 2, _HALF),
-    "r2": DecodeTile(2, 8, 256, 3, 2, _HALF),
-    "r4": DecodeTile(4, 16, 128, 5, 1, _FULL),
-    "r8": DecodeTile(8, 16, 128, 5, 1, _FULL),
-    "r1n": DecodeTile(1, 8, 128, 6, 2, _HALF, near=True),
-    "r2n": DecodeTile(2, 8, 256, 3, 2, _HALF, near=True),
-    "r8n": DecodeTile(8, 16, 128, 5, 1, _FULL, near=True),
-    "r1w": DecodeTile(1, 4, 128, 5, 2, 94 * 1024, WIDE, near=True),
-    "r1u": DecodeTile(1, 3, 128, 4, 2, 58 * 1024, WIDE, near=True),
-    "r1v": DecodeTile(1, 4, 256, 3, 2, _HALF, WIDE, near=True),
-    "r2w": DecodeTile(2, 4, 128, 5, 2, 98 * 1024, WIDE, near=True),
-    "r8w": DecodeTile(8, 8, 128, 5, 1, _FULL, WIDE, near=True),
-    "r8t": DecodeTile(8, 8, 128, 5, 1, _FULL, WIDE),
-    "r8v": DecodeTile(8, 8, 128, 2, 2, _HALF, WIDE, near=True),
+    "r1": DecodeTile(1, 4, 128, 5, 2, 94 * 1024),
+    "r1u": DecodeTile(1, 3, 128, 4, 2, 58 * 1024),
+    "r2": DecodeTile(2, 4, 128, 5, 2, 98 * 1024),
+    "r8": DecodeTile(8, 8, 128, 5, 1, _FULL),
+    "r8t": DecodeTile(8, 8, 128, 5, 1, _FULL, near=False),
 }
 """``moe_gate_up_bf16_<variant>``, fewest rows first."""
 
 DOWN_TILES: dict[str, DecodeTile] = {
-    "r1": DecodeTile(1, 9, 256, 2, 2, _HALF),  # 8 experts and a shared one: a warp each
-    "r2": DecodeTile(2, 8, 128, 5, 2, _HALF),
-    "r4": DecodeTile(4, 16, 128, 4, 1, _FULL),
-    "r8": DecodeTile(8, 16, 128, 3, 1, _FULL),
-    "r1n": DecodeTile(1, 9, 256, 2, 2, _HALF),
-    "r2n": DecodeTile(2, 8, 128, 5, 2, _HALF),
-    "r8n": DecodeTile(8, 16, 128, 3, 1, _FULL),
-    "r1w": DecodeTile(1, 9, 128, 3, 1, 131 * 1024, WIDE),  # beside a block of ``moe_gate_up``
-    "r1u": DecodeTile(1, 9, 128, 4, 1, 168 * 1024, WIDE),
-    "r1v": DecodeTile(1, 9, 128, 4, 1, 168 * 1024, WIDE),
-    "r2w": DecodeTile(2, 9, 128, 3, 1, 148 * 1024, WIDE),
-    "r8w": DecodeTile(8, 8, 128, 3, 1, _FULL, WIDE),
-    "r8t": DecodeTile(8, 4, 128, 6, 1, _FULL, WIDE),
-    "r8v": DecodeTile(8, 4, 128, 6, 1, _FULL, WIDE),
+    "r1": DecodeTile(1, 9, 128, 3, 1, 131 * 1024),  # beside a block of ``moe_gate_up``
+    "r1u": DecodeTile(1, 9, 128, 4, 1, 168 * 1024),
+    "r2": DecodeTile(2, 9, 128, 3, 1, 148 * 1024),
+    "r8": DecodeTile(8, 8, 128, 3, 1, _FULL),
+    "r8t": DecodeTile(8, 4, 128, 6, 1, _FULL),
 }
 """``moe_down_bf16_<variant>``."""
 
-CHOSEN = ("r1w", "r2w", "r8w")
-"""Those of which ``decode_variant`` takes the first that fits; others are on trial."""
+CHOSEN = ("r1", "r2", "r8")
+"""Those of which ``decode_variant`` takes the first that fits; others are to be measured."""
 
 
 def decode_variant(rows: int, *, dim: int, inner: int, slots: int) -> str | None:
@@ -176,18 +154,12 @@ def fits(name: str, rows: int, *, dim: int, inner: int, slots: int) -> bool:
     """Whether the decode kernels of a name have room for rows of a shape."""
     gate_up, down = GATE_UP_TILES[name], DOWN_TILES[name]
     has_room = gate_up.has_room(gate_up_area(rows, dim))
-    return (
-        has_room
-        and down.has_room(down_area(rows, slots, inner, down.unit))
-        and rows <= gate_up.rows
-    )
+    return has_room and down.has_room(down_area(rows, slots, inner)) and rows <= gate_up.rows
 
 
 def decode_kernels(name: str) -> tuple[str, str]:
     """The kernels of a decode variant."""
-    parts = ((GATE_UP_TILES[name], "gate_up"), (DOWN_TILES[name], "down"))
-    one, two = (f"moe_{part}{'_wide' * (t.unit == WIDE)}_bf16_{name}" for t, part in parts)
-    return one, two
+    return f"moe_gate_up_bf16_{name}", f"moe_down_bf16_{name}"
 
 
 @dataclass(frozen=True, slots=True)

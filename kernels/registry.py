@@ -44,7 +44,6 @@ MODULES = (
     "moe_router",
     "moe_router_wgmma",
     "moe_sort",
-    "moe_wide",
     "mamba2_chunk",
     "mamba2_prefill",
     "mamba2_step",

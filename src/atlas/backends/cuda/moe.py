@@ -15,6 +15,7 @@ from atlas_kernels.moe_plan import (
     GROUPED_TILES,
     HALF_ROWS,
     ROW_BOX,
+    UNIT,
     WGMMA_TILES,
     decode_kernels,
     decode_variant,
@@ -183,8 +184,8 @@ def moe_experts(
         blocks = queue.device.num_sms * GATE_UP_TILES[variant].blocks_per_sm
         queue.launch(gate_up_kernel, (blocks, 1), args)
         args = (second, last_down, ids, weights, act, out, out, rows, slots, experts, dim, inner)
-        tile = DOWN_TILES[variant]
-        grid = (min(queue.device.num_sms * tile.blocks_per_sm, dim // tile.unit), 1)
+        blocks = queue.device.num_sms * DOWN_TILES[variant].blocks_per_sm
+        grid = (min(blocks, dim // UNIT), 1)
         queue.launch(down_kernel, grid, (*args, *out.strides[:1] * 2))
         return
     groups = experts + (shared_down is not None)

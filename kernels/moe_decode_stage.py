@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, i32, i64
-from atlas_kernels.moe_lists import copy_weights
 from atlas_kernels.moe_plan import DecodeTile
+from atlas_kernels.ptx import instruction
 from atlas_kernels.ptx_mma import ldmatrix_x4, mma_bf16
 from atlas_kernels.ptx_warp import lane_id, lanes
+
+copy_weights = instruction("", "r l", "cp.async.cg.shared.global.L2::256B [$0], [$1], 16;")
+"""``copy16`` of what is read once, from end to end: L2 fetches 256 bytes at a time."""
 
 
 def ask_stage(tile: DecodeTile) -> tuple[Any, Any]:
