@@ -72,10 +72,20 @@ def microseconds(runtime: Any, recording: Recording, count: int) -> float:
 
 
 def take_decode_apart(engine: Engine, batch: int, context: int) -> None:
-    """Run a batch, so that tables and lengths are real; then time graphs of its step's parts."""
-    given = prompts(batch, context - 8, engine.model.config.vocab_size)
-    engine.generate(given, SamplingParams(max_tokens=8, ignore_eos=True))
+    """Graphs of parts of a step in which all sequences of a batch decode, over its real tables."""
+    params, waiting = SamplingParams(max_tokens=64, ignore_eos=True), set()
+    for prompt in prompts(batch, context - 8, engine.model.config.vocab_size):
+        waiting.add(engine.submit(prompt, params))
+    running = set(waiting)
+    while waiting:
+        waiting -= {event.request_id for event in engine.step()}
+    for _ in range(3):  # prompts and steps under way are over: what was launched last decodes
+        engine.step()
     take_apart(engine, StepShape.decode(batch), f"batch {batch}", 10)
+    for request in running:
+        engine.cancel(request)
+    while engine.has_unfinished():
+        engine.step()
 
 
 def take_prompt_apart(engine: Engine, length: int) -> None:

@@ -8,9 +8,9 @@ before the wait for the previous kernel, and all that fit of ``moe_down`` while 
 still runs. No gather, no scatter, no atomics; the order is that of ``moe_plan``.
 
 Weights are the tensor core's A, activations its B. A unit of ``moe_gate_up`` is 8 rows of gate and
-the same 8 of up; those of a thread block lie next to each other, all of them (``near``: the shared
-expert's are dealt out one by one, the others in ranges) or one of each warp in turn. What is asked
-for next is known by an address, which is worked out anew with each unit, not each stage.
+the same 8 of up; those of a thread block lie next to each other (the shared expert's are dealt out
+one by one, the others in ranges). What is asked for next is known by an address, which is worked
+out anew with each unit, not each stage.
 
 ``moe_gate_up`` lets the next kernel start only after its own wait: that one reads ids and weights,
 which a kernel before this one wrote, before its wait.
@@ -101,30 +101,21 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
     list_them, pitch, multiply = list_experts(tile), tile.pitch, multiply_stage(tile)
     (part_of, ask), arrived = ask_stage(tile), copy_wait(stages - 1)
-    entries, x_offset, turns = entries_at(tile), tile.list_bytes, not tile.near
+    entries, x_offset = entries_at(tile), tile.list_bytes
 
     @device
     def unit_at(index, far, first):
-        if turns:
-            turn, own = i32(index & -warps), i32(index & (warps - 1))
-            return i32(turn * num_blocks_x() + block_x() * warps + own)
         return i32(block_x() + index * num_blocks_x()) if index < far else i32(first + index)
 
     @device
     def known_of(known):
         """How many of this thread block's units, its first, are the shared expert's."""
-        if turns:
-            return i32(min(max(known - block_x() * warps, i32(0)), warps))
         return quotient(i32(max(known - block_x(), i32(0)) + num_blocks_x() - 1), num_blocks_x())
 
     @device
     def deal(units, known, far):
         """How many units this thread block takes, and what is added to the numbers of others."""
         block, blocks = block_x(), num_blocks_x()
-        if turns:
-            full = quotient(units, i32(blocks * warps))
-            rest = i32(units - (full * blocks + block) * warps)
-            return i32(full * warps + min(max(rest, i32(0)), warps)), i32(0)
         begin = quotient(i32((units - known) * block), blocks)
         end = quotient(i32((units - known) * (block + 1)), blocks)
         return i32(far + end - begin), i32(known + begin - far)

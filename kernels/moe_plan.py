@@ -48,9 +48,6 @@ class DecodeTile:
     shared_bytes : int
         Dynamic shared memory of a thread block. If it leaves room, the next kernel's are on the SM
         as well, with their weights on the way.
-    near : bool
-        Whether a thread block of ``moe_gate_up`` takes one range of units, of one expert or two, or
-        one unit for each warp in turn.
     """
 
     rows: int
@@ -59,7 +56,6 @@ class DecodeTile:
     stages: int
     blocks_per_sm: int
     shared_bytes: int
-    near: bool = True
 
     @property
     def threads(self) -> int:
@@ -113,24 +109,17 @@ def down_area(rows: int, slots: int, inner: int) -> int:
 
 GATE_UP_TILES: dict[str, DecodeTile] = {
     "r1": DecodeTile(1, 4, 128, 5, 2, 94 * 1024),
-    "r1u": DecodeTile(1, 3, 128, 4, 2, 58 * 1024),
     "r2": DecodeTile(2, 4, 128, 5, 2, 98 * 1024),
     "r8": DecodeTile(8, 8, 128, 5, 1, _FULL),
-    "r8t": DecodeTile(8, 8, 128, 5, 1, _FULL, near=False),
 }
 """``moe_gate_up_bf16_<variant>``, fewest rows first."""
 
 DOWN_TILES: dict[str, DecodeTile] = {
     "r1": DecodeTile(1, 9, 128, 3, 1, 131 * 1024),  # beside a block of ``moe_gate_up``
-    "r1u": DecodeTile(1, 9, 128, 4, 1, 168 * 1024),
     "r2": DecodeTile(2, 9, 128, 3, 1, 148 * 1024),
     "r8": DecodeTile(8, 8, 128, 3, 1, _FULL),
-    "r8t": DecodeTile(8, 4, 128, 6, 1, _FULL),
 }
 """``moe_down_bf16_<variant>``."""
-
-CHOSEN = ("r1", "r2", "r8")
-"""Those of which ``decode_variant`` takes the first that fits; others are to be measured."""
 
 
 def decode_variant(rows: int, *, dim: int, inner: int, slots: int) -> str | None:
@@ -146,7 +135,7 @@ def decode_variant(rows: int, *, dim: int, inner: int, slots: int) -> str | None
     """
     if dim % 64 or inner % 64 or not 1 <= slots <= MAX_SLOTS:
         return None
-    names = (n for n in CHOSEN if fits(n, rows, dim=dim, inner=inner, slots=slots))
+    names = (n for n in GATE_UP_TILES if fits(n, rows, dim=dim, inner=inner, slots=slots))
     return next(names, None)
 
 
