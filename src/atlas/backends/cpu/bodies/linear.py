@@ -138,6 +138,11 @@ def _quantised_tiles(unpack, finish, block_bytes):
     return tile_1, tile_4, tiles_1, tiles_4
 
 
+# Sixteen sums and two weights fill the 32 registers of AVX-512; where vectors are two or four
+# registers, they would spill.
+HAS_WIDE_TILES = simd_level() == "avx512"
+
+
 def _float_tiles(read, width):
     @device
     def tile_1(tile, k, x):
@@ -198,7 +203,12 @@ def _float_tiles(read, width):
             a3, b3 = fma(v, value, a3), fma(w, value, b3)
         return (a0, a1, a2, a3), (b0, b1, b2, b3)
 
-    return tile_1, tile_4, tiles_1, tiles_4
+    @device
+    def tiles_4_apart(tile, tile_bytes, k, x, fetch):
+        """Eight sums of two registers: with those of both tiles AVX2's sixteen would spill."""
+        return tile_4(tile, k, x, fetch), tile_4(tile + tile_bytes, k, x, fetch)
+
+    return tile_1, tile_4, tiles_1, tiles_4 if HAS_WIDE_TILES else tiles_4_apart
 
 
 def _wide_tiles(read, width):
@@ -241,9 +251,6 @@ def _wide_tiles(read, width):
 TILES = {name: _quantised_tiles(*functions) for name, functions in FORMATS.items()}
 _FLOATS = {"f32": (load, 64), "f16": (load_f16, 32), "bf16": (load_bf16, 32)}
 TILES |= {name: _float_tiles(*read) for name, read in _FLOATS.items()}
-# Sixteen sums and two weights fill the 32 registers of AVX-512; where vectors are two or four
-# registers, they would spill.
-HAS_WIDE_TILES = simd_level() == "avx512"
 WIDE_TILES = {name: _wide_tiles(*read) for name, read in _FLOATS.items() if HAS_WIDE_TILES}
 
 
