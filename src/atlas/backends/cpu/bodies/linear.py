@@ -36,14 +36,17 @@ from atlas.backends.cpu.bodies.simd import (
     zeros,
 )
 from atlas.backends.cpu.bodies.simd_integer import (
+    add_i32,
     broadcast_i32,
     dot4,
+    dot4_offset,
+    dot4_small,
     splat_i32,
     store_i8_lanes,
     sum_i32,
 )
 from atlas.backends.cpu.bodies.vectors import device
-from atlas.backends.cpu.bodies.weight_blocks import FORMATS
+from atlas.backends.cpu.bodies.weight_blocks import FORMATS, x_sum
 from atlas.backends.cpu.target import simd_level
 
 _f = np.float32
@@ -80,13 +83,52 @@ def quantize_rows(thread, num_threads, args):
             store_i32(sums + b * 8 + 4, high_sum)
 
 
+def _half_dot(dot):
+    @device
+    def half_dot(w0, w1, w2, w3, x):
+        """Σ over 16 columns: four byte vectors against the 16 activations at ``x``."""
+        total = dot(splat_i32(0), w0, broadcast_i32(x))
+        total = dot(total, w1, broadcast_i32(x + 4))
+        total = dot(total, w2, broadcast_i32(x + 8))
+        return dot(total, w3, broadcast_i32(x + 12))
+
+    return half_dot
+
+
 @device
-def half_dot(w0, w1, w2, w3, x):
-    """Σ over 16 columns: four byte vectors against the 16 activations at ``x``."""
-    total = dot4(splat_i32(0), w0, broadcast_i32(x))
-    total = dot4(total, w1, broadcast_i32(x + 4))
-    total = dot4(total, w2, broadcast_i32(x + 8))
-    return dot4(total, w3, broadcast_i32(x + 12))
+def halves(w, x, k, b):
+    """Dot products of the halves of block b: integers, the same whatever computes them."""
+    return _any_dot(w[0], w[1], w[2], w[3], x + b * 32), _any_dot(
+        w[4], w[5], w[6], w[7], x + b * 32 + 16
+    )
+
+
+@device
+def halves_of_small(w, x, k, b):
+    """The same of weights up to 127, on AVX2."""
+    return _small_dot(w[0], w[1], w[2], w[3], x + b * 32), _small_dot(
+        w[4], w[5], w[6], w[7], x + b * 32 + 16
+    )
+
+
+@device
+def halves_of_bytes(w, x, k, b):
+    """The same of any bytes, on AVX2: less 128 of each, then 128 · Σ x."""
+    low = _offset_dot(w[0], w[1], w[2], w[3], x + b * 32)
+    high = _offset_dot(w[4], w[5], w[6], w[7], x + b * 32 + 16)
+    low = add_i32(low, splat_i32(128 * x_sum(x, k, 2 * b)))
+    return low, add_i32(high, splat_i32(128 * x_sum(x, k, 2 * b + 1)))
+
+
+_any_dot, _small_dot, _offset_dot = (_half_dot(dot) for dot in (dot4, dot4_small, dot4_offset))
+_BYTES = ("q8_0", "b8_32", "b8_16")
+"""Formats whose integers take eight bits."""
+
+
+def _halves_of(format):
+    if simd_level() != "avx2":
+        return halves
+    return halves_of_bytes if format in _BYTES else halves_of_small
 
 
 @device
@@ -95,11 +137,10 @@ def prefetch_lines(address, nbytes):
         prefetch(address + at)
 
 
-def _quantised_tiles(unpack, finish, block_bytes):
+def _quantised_tiles(dots, unpack, finish, block_bytes):
     @device
     def step(tile, nb, b, acc, w, x, k):
-        low = half_dot(w[0], w[1], w[2], w[3], x + b * 32)
-        high = half_dot(w[4], w[5], w[6], w[7], x + b * 32 + 16)
+        low, high = dots(w, x, k, b)
         return finish(tile, nb, b, acc, low, high, x, k)
 
     @device
@@ -248,7 +289,7 @@ def _wide_tiles(read, width):
     return tiles_8
 
 
-TILES = {name: _quantised_tiles(*functions) for name, functions in FORMATS.items()}
+TILES = {name: _quantised_tiles(_halves_of(name), *parts) for name, parts in FORMATS.items()}
 _FLOATS = {"f32": (load, 64), "f16": (load_f16, 32), "bf16": (load_bf16, 32)}
 TILES |= {name: _float_tiles(*read) for name, read in _FLOATS.items()}
 WIDE_TILES = {name: _wide_tiles(*read) for name, read in _FLOATS.items() if HAS_WIDE_TILES}

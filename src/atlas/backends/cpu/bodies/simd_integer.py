@@ -1,7 +1,7 @@
 """The SIMD vocabulary: 16 int32 lanes, 64 bytes, and int8 dot products.
 
-Only ``dot4`` names instructions, chosen by ``atlas.backends.cpu.target``; its sums are exact on
-every target.
+Only the dot products name instructions, chosen by ``atlas.backends.cpu.target``; their sums are
+exact on every target.
 """
 
 # mypy: ignore-errors
@@ -121,6 +121,42 @@ def dot4(builder, values):
         name = "llvm.x86.avx512.vpdpbusd.512"
         return call(builder, name, I32V, total, unsigned, signed)
     return builder.add(total, _dot4_pairs(builder, unsigned, signed))
+
+
+@operation(i32x16, i32x16, u8x64, i32x16)
+def dot4_small(builder, values):
+    """``dot4`` on AVX2, of bytes up to 127: sums of two products fit its 16 bits."""
+    total, unsigned, signed = values
+    return builder.add(total, _dot4_bytes(builder, unsigned, builder.bitcast(signed, I8V)))
+
+
+@operation(i32x16, i32x16, u8x64, i32x16)
+def dot4_offset(builder, values):
+    """sum + Σ₄ (u8 − 128)·s8 on AVX2, s8 not −128: sizes times turned signs fit as well."""
+    total, unsigned, signed = values
+    weights = builder.xor(unsigned, constant_vector(I8, 64, -128))  # u8 − 128
+    signed = builder.bitcast(signed, I8V)
+    zeros = constant_vector(I8, 64, 0)
+    is_negative = builder.icmp_signed("<", weights, zeros)
+    sizes = builder.select(is_negative, builder.sub(zeros, weights), weights)  # up to 128
+    parts = []
+    for start in (0, 32):
+        part = ir.Constant(ir.VectorType(I32, 32), list(range(start, start + 32)))
+        x, w = (builder.shuffle_vector(v, v, part) for v in (signed, weights))
+        parts.append(call(builder, "llvm.x86.avx2.psign.b", ir.VectorType(I8, 32), x, w))
+    turned = builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(I32, 64), list(range(64))))
+    return builder.add(total, _dot4_bytes(builder, sizes, turned))
+
+
+def _dot4_bytes(builder: ir.IRBuilder, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
+    """Fours of u8·s8, whose sums of two fit 16 bits, by ``pmaddubsw`` and ``pmaddwd``."""
+    ones, parts = constant_vector(I16, 16, 1), []
+    for start in (0, 32):
+        part = ir.Constant(ir.VectorType(I32, 32), list(range(start, start + 32)))
+        x, y = (builder.shuffle_vector(v, v, part) for v in (unsigned, signed))
+        pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), x, y)
+        parts.append(call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), pairs, ones))
+    return builder.shuffle_vector(*parts, ir.Constant(I32V, list(range(16))))
 
 
 def _dot4_pairs(builder: ir.IRBuilder, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
