@@ -46,7 +46,7 @@ from atlas.backends.cpu.bodies.simd_integer import (
     sum_i32,
 )
 from atlas.backends.cpu.bodies.vectors import device
-from atlas.backends.cpu.bodies.weight_blocks import FORMATS, x_sum
+from atlas.backends.cpu.bodies.weight_blocks import FORMATS, finish_q8_0_less_128, x_sum
 from atlas.backends.cpu.target import simd_level
 
 _f = np.float32
@@ -112,23 +112,32 @@ def halves_of_small(w, x, k, b):
 
 
 @device
-def halves_of_bytes(w, x, k, b):
-    """The same of any bytes, on AVX2: less 128 of each, then 128 · Σ x."""
+def halves_less_128(w, x, k, b):
+    """The same of any bytes after 128 is taken off each, on AVX2."""
     low = _offset_dot(w[0], w[1], w[2], w[3], x + b * 32)
-    high = _offset_dot(w[4], w[5], w[6], w[7], x + b * 32 + 16)
+    return low, _offset_dot(w[4], w[5], w[6], w[7], x + b * 32 + 16)
+
+
+@device
+def halves_of_bytes(w, x, k, b):
+    """The same of any bytes, on AVX2."""
+    low, high = halves_less_128(w, x, k, b)
     low = add_i32(low, splat_i32(128 * x_sum(x, k, 2 * b)))
     return low, add_i32(high, splat_i32(128 * x_sum(x, k, 2 * b + 1)))
 
 
 _any_dot, _small_dot, _offset_dot = (_half_dot(dot) for dot in (dot4, dot4_small, dot4_offset))
-_BYTES = ("q8_0", "b8_32", "b8_16")
-"""Formats whose integers take eight bits."""
 
 
-def _halves_of(format):
-    if simd_level() != "avx2":
-        return halves
-    return halves_of_bytes if format in _BYTES else halves_of_small
+def _parts_of(format):
+    """How a format's blocks are multiplied, unpacked and added, and their bytes."""
+    unpack, finish, block_bytes = FORMATS[format]
+    dots = halves
+    if simd_level() == "avx2":
+        dots = halves_of_bytes if format in ("b8_32", "b8_16") else halves_of_small
+        if format == "q8_0":
+            dots, finish = halves_less_128, finish_q8_0_less_128
+    return dots, unpack, finish, block_bytes
 
 
 @device
@@ -289,7 +298,7 @@ def _wide_tiles(read, width):
     return tiles_8
 
 
-TILES = {name: _quantised_tiles(_halves_of(name), *parts) for name, parts in FORMATS.items()}
+TILES = {name: _quantised_tiles(*_parts_of(name)) for name in FORMATS}
 _FLOATS = {"f32": (load, 64), "f16": (load_f16, 32), "bf16": (load_bf16, 32)}
 TILES |= {name: _float_tiles(*read) for name, read in _FLOATS.items()}
 WIDE_TILES = {name: _wide_tiles(*read) for name, read in _FLOATS.items() if HAS_WIDE_TILES}

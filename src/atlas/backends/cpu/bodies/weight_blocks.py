@@ -135,6 +135,13 @@ def finish_q8_0(tile, nb, b, acc, low, high, x, k):
     return fma(dot, mul(load_f16(tile + b * 32), x_scale(x, k, b)), acc)
 
 
+@device
+def finish_q8_0_less_128(tile, nb, b, acc, low, high, x, k):
+    """The same of integers from which 128 is taken off already."""
+    dot = to_f32(add_i32(low, high))
+    return fma(dot, mul(load_f16(tile + b * 32), x_scale(x, k, b)), acc)
+
+
 # q4_k: d, −dmin f16 [nb/8, 16], scales, minima u8 [nb, 16], nibbles [nb, 256];
 # w = (d · scale) · q − dmin · minimum
 
