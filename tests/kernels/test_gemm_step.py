@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas.ops import OPS
+from tests.kernels.conftest import NO_COMPILER
 from tests.kernels.launches import Bench, Buffer, rounded
 from tests.kernels.ptx_machine import Memory
 
@@ -40,6 +41,7 @@ def test_every_tile_fits_an_sm() -> None:
 
 def test_a_thread_block_of_attention_fits_beside_one_of_few_rows() -> None:
     """Otherwise some of the output product's begin when attention ends, with nothing loaded."""
+    pytest.importorskip("numba_cuda", reason=NO_COMPILER)
     from atlas_kernels.attention_step import shared_bytes
 
     for name, tile in TILES.items():
