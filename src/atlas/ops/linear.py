@@ -84,7 +84,10 @@ def linear(x: Float, weight: HostMatrix, bias: Float | None = None, *, out: Floa
 
 @op
 def linear_add(x: Float, weight: HostMatrix, bias: Float | None = None, *, out: Float) -> None:
-    """out += x · weightᵀ + bias: :func:`linear` into a residual stream."""
+    """out += x · weightᵀ + bias: :func:`linear` into a residual stream.
+
+    Where the stream has fewer bits than float32, the product is rounded to them before it is added.
+    """
     out[...] = out + (product(x, weight) if bias is None else product(x, weight) + bias)
 
 
