@@ -75,6 +75,7 @@ class Recording:
                     info.threads,
                     info.dynamic_shared_bytes,
                     info.cluster,
+                    info.cooperative,
                     device.has_dependent_launch,
                     packed_arguments(item.kernel, info.arguments, item.args),
                 )
