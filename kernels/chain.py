@@ -102,7 +102,9 @@ def _begin(tile: ChainTile) -> Any:
             store_shared_b64(i32(base + barriers + 16 * slots + 8), grid_goal(counters))
         e = i32(thread)
         while e < num_steps * words:
-            store_shared_b64(i32(base + program_at + 8 * e), load_constant_b64(program + i64(e) * 8))
+            store_shared_b64(
+                i32(base + program_at + 8 * e), load_constant_b64(program + i64(e) * 8)
+            )
             e = i32(e + THREADS)
 
     return begin
@@ -147,7 +149,9 @@ def _ask_weights(tile: ChainTile) -> Any:
     def ask_weights(base, num_steps):
         slot, parity, number = i32(0), i32(1), i32(0)
         while number < num_steps:
-            slot, parity = ask_step(base, i32(base + program_at + number * STEP_BYTES), slot, parity)
+            slot, parity = ask_step(
+                base, i32(base + program_at + number * STEP_BYTES), slot, parity
+            )
             number = i32(number + 1)
 
     return ask_weights

@@ -13,6 +13,7 @@ class CudaLaunchList:
         threads: int,
         shared_bytes: int,
         cluster: int,
+        cooperative: bool,
         dependent: bool,
         args: tuple[int, ...],
     ) -> None: ...

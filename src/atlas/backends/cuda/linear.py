@@ -20,6 +20,7 @@ from atlas_kernels.quant_plan import (
 
 from atlas.backends.cuda import activation as gates
 from atlas.backends.cuda.array import DeviceArray
+from atlas.backends.cuda.chain import ChainPart
 from atlas.backends.cuda.check import Args, is_aligned, match, require
 from atlas.backends.cuda.launch import Queue
 from atlas.backends.cuda.pack import DeviceMatrix
@@ -191,7 +192,8 @@ def step_product(
             queue.tensor_map(x, (tile.rows, 64)),
         )
         args: Args = (*maps, *shared, *strides, option)
-        queue.launch(f"gemm_step_bf16_{name}", (tile.grid(n), 1), args, (weight, x))
+        part = ChainPart(x, out, weight, epilogue.bias, residual, option, gated)
+        queue.launch(f"gemm_step_bf16_{name}", (tile.grid(n), 1), args, (weight, x), part)
         return
     args = (weight.data, x, *shared, 2 * k, x.strides[0], *strides, option)
     name = f"{mma_form(n, gated=gated)}_{rung(m)}"
