@@ -11,7 +11,13 @@ import struct
 from collections import namedtuple
 from dataclasses import dataclass
 
-from atlas_kernels.gemm_step_plan import BESIDE_ATTENTION, BOX_K
+from atlas_kernels.gemm_step_plan import (
+    BESIDE_ATTENTION,
+    BOX_K,
+    TensorView,
+    gated_view,
+    matrix_view,
+)
 
 WIDTH = 128
 """Rows of W, at most, that a thread block multiplies at once: 64 for each of two warp groups."""
@@ -71,9 +77,19 @@ class ChainTile:
         return self.sums_offset + self.rows * self.pitch
 
     @property
+    def normed_offset(self) -> int:
+        """The barrier for a normalised row."""
+        return self.barrier_offset + 16 * self.slots
+
+    @property
+    def goal_offset(self) -> int:
+        """What the counters of the grid's barriers will show."""
+        return self.normed_offset + 8
+
+    @property
     def program_offset(self) -> int:
         """The program."""
-        return self.barrier_offset + 16 * self.slots + 16
+        return self.goal_offset + 8
 
     @property
     def parts_offset(self) -> int:
@@ -113,18 +129,32 @@ def unit_columns(columns: int, num_blocks: int, *, gated: bool) -> int:
     most = WIDTH // 2 if gated else WIDTH
 
     def slowest(box: int) -> int:
-        return -(-(-(-columns // box)) // num_blocks) * box
+        units = -(-columns // box)
+        return -(-units // num_blocks) * box
 
     return min(range(most, 0, -8), key=slowest)
+
+
+def weight_view(n: int, k: int, box: int, blocks: int, *, gated: bool) -> TensorView:
+    """What the tensor map of W [n, k] sees: a slot's rows."""
+    if gated:
+        return gated_view(n // 2, k, 2 * k, box, blocks)
+    return matrix_view(n, k, 2 * k, box, blocks)
+
+
+def row_view(m: int, k: int, stride: int, tile: ChainTile, blocks: int, copies: int) -> TensorView:
+    """What that of x [m, k] sees: a slot's blocks of one of ``copies`` of x, one after another."""
+    box, shape, strides = matrix_view(m, k, stride, tile.rows, blocks)
+    return TensorView((1, *box), (copies, *shape), (m * stride, *strides))
 
 
 @dataclass(frozen=True, slots=True)
 class ChainStep:
     """One product, or a norm of all rows; addresses, strides in bytes.
 
-    A product: ``out`` [m, columns] = x · Wᵀ + bias + residual, as in ``gemm_step``; ``map_w`` in
-    boxes of ``box`` × 64, ``map_x`` of rows × 64. With ``OWN_NORM`` x is row ``source``, which every
-    thread block normalises into a row of its own of ``target``, as ``map_x`` finds it.
+    A product: ``out`` [m, columns] = x · Wᵀ + bias + residual, as in ``gemm_step``; ``map_w`` and
+    ``map_x`` see ``weight_view`` and ``row_view``. With ``OWN_NORM`` x is row ``source``, which
+    every thread block normalises into a row of its own of ``target``.
     A norm: rows of ``source`` to rows of ``target``.
     """
 

@@ -152,7 +152,7 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
     """out [m, n] = rmsnorm(x [m, k]) · Wᵀ + bias, or gated [m, n / 2]; grid (tile.grid(n)).
 
     Arguments: the tensor map of W, as in ``gemm_step``; x (bf16, not ``out``), norm weight
-    (float32); bias (float32) or 0; out and ``option`` as in ``gemm_step``; n, k (a multiple of 8),
+    (float32); bias (float32) or 0; out and ``option`` as in ``gemm_step``; n, k (a multiple of 64),
     m (up to ``held``); strides in bytes.
     """
     k_block, consumers, asker = tile.k_block, tile.consumers, tile.asker
@@ -169,7 +169,7 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
         begin(base, thread)
         sync_threads()  # the barriers are ready
         if thread == asker:
-            prefetch(map_w, base, steps, column0, num_columns, 0)
+            prefetch(map_w, base, steps, column0, 0)
         weights = weights_of(norm, thread, k)
         wait_prerequisites()  # x and what out held are other kernels'
         if thread < _THREADS:
@@ -180,7 +180,7 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
         if thread < consumers:
             consume(base, steps, thread)
         elif thread == asker:
-            produce(map_w, 0, base, steps, column0, num_columns, 0, 0)
+            produce(map_w, 0, base, steps, column0, 0, 0)
         sync_threads()
         write(base, column0, 0, num_columns, m, bias, 0, out, 0, out_stride, option)
 

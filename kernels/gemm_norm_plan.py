@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from atlas_kernels.gemm_step_plan import BESIDE_ATTENTION, COLUMNS, NUM_SMS, StepTile, form
+from atlas_kernels.gemm_step_plan import (
+    BESIDE_ATTENTION,
+    BOX_K,
+    FEW_COLUMNS,
+    GATED_COLUMNS,
+    NUM_SMS,
+    StepTile,
+    form,
+)
 
 NORM_K = 5120
 """Widest rows that the kernels have room for; a multiple of 128."""
@@ -91,8 +99,11 @@ def _tile(columns: int, held: int, room: int, *, gated: bool = False, blocks: in
 
 NORM_TILES: dict[str, NormTile] = {
     f"c{columns}_{held}": _tile(columns, held, BESIDE_ATTENTION)
-    for columns in COLUMNS
+    for columns in FEW_COLUMNS
     for held in (1, NORM_ROWS)
+}
+NORM_TILES |= {
+    f"g{columns}_1": _tile(columns, 1, BESIDE_ATTENTION, gated=True) for columns in GATED_COLUMNS
 }
 # One row: three thread blocks an SM, as the product alone. More: one, which normalises them once.
 NORM_TILES |= {
@@ -107,11 +118,11 @@ def norm_variant(n: int, k: int, rows: int, *, gated: bool = False) -> str | Non
 
     Several rows are not normalised by more thread blocks than there are SMs.
     """
-    if rows > NORM_ROWS or k > NORM_K or k % UNIT:
+    if rows > NORM_ROWS or k > NORM_K or k % BOX_K:
         return None
     held = 1 if rows == 1 else NORM_ROWS
     if not gated:
-        family = form(n)
+        family = form(n, rows)
         return None if family == "wide" else f"{family}_{held}"
     tile = NORM_TILES[name := f"gated_{held}"]
     return name if held == 1 or tile.grid(n) <= NUM_SMS else None

@@ -39,38 +39,37 @@ from atlas_kernels.ptx_wgmma import (
     wgmma_zero,
 )
 
-_load_rows = tile_load(2, EVICT_LAST)
-
-
-def _load_weights(sharers: int) -> Any:
-    """Load a part of a box, for every thread block of the cluster."""
-    if sharers == 1:
-        return tile_load(2, EVICT_FIRST)
-    shared, everyone = tile_multicast(2, EVICT_FIRST), (1 << sharers) - 1
-
-    @device
-    def load(target, map, ready, at_k, row):
-        shared(target, map, ready, everyone, at_k, row)
-
-    return load
+_load_rows = tile_load(3, EVICT_LAST)
 
 
 def _ask_weights(tile: StepTile) -> Any:
     """Ask for a stage of weights: this thread block's part of it, if the cluster shares them."""
-    boxes, halves, part = tile.k_block // BOX_K, 2 if tile.gated else 1, tile.weight_box
-    box_bytes, stage_bytes = tile.box_rows * BOX_K * 2, tile.stage_bytes
-    load = _load_weights(tile.sharers)
+    boxes, stage_bytes = tile.k_block // BOX_K, tile.stage_bytes
+    if tile.sharers == 1:
+        load, load_gated = tile_load(3, EVICT_FIRST), tile_load(4, EVICT_FIRST)
+        gated = tile.gated
+
+        @device
+        def ask_weights(map_w, at, ready, block, column0, rank):
+            barrier_expect(ready, stage_bytes)
+            if gated:
+                load_gated(at, map_w, ready, 0, column0, 0, block)
+            else:
+                load(at, map_w, ready, 0, column0, block)
+
+        return ask_weights
+
+    shared, everyone = tile_multicast(3, EVICT_FIRST), (1 << tile.sharers) - 1
+    box_bytes, part = tile.box_rows * BOX_K * 2, tile.weight_box
 
     @device
-    def ask_weights(map_w, at, ready, at_k, column0, num_columns, rank):
+    def ask_part(map_w, at, ready, block, column0, rank):
         barrier_expect(ready, stage_bytes)
         for b in range(boxes):
-            for half in range(halves):
-                target = at + (b * halves + half) * box_bytes + rank * (part * BOX_K * 2)
-                row = column0 + half * num_columns + rank * part
-                load(target, map_w, ready, at_k + b * BOX_K, row)
+            target = at + b * box_bytes + rank * (part * BOX_K * 2)
+            shared(target, map_w, ready, everyone, 0, column0 + rank * part, block + b)
 
-    return ask_weights
+    return ask_part
 
 
 def ring_begin(tile: StepTile) -> Any:
@@ -89,15 +88,15 @@ def ring_begin(tile: StepTile) -> Any:
 
 def ring_prefetch(tile: StepTile) -> Any:
     """By one thread: ask for the first stages of weights, which are no other kernel's."""
-    stages, stage_bytes, k_block = tile.stages, tile.stage_bytes, tile.k_block
+    stages, stage_bytes, boxes = tile.stages, tile.stage_bytes, tile.k_block // BOX_K
     barriers, ask_weights = tile.barrier_offset, _ask_weights(tile)
 
     @device
-    def prefetch(map_w, base, steps, column0, num_columns, rank):
+    def prefetch(map_w, base, steps, column0, rank):
         i, end = i32(0), min(i32(stages), steps)
         while i < end:
             at, ready = i32(base + i * stage_bytes), i32(base + barriers + 8 * i)
-            ask_weights(map_w, at, ready, i32(i * k_block), column0, num_columns, rank)
+            ask_weights(map_w, at, ready, i32(i * boxes), column0, rank)
             i = i32(i + 1)
 
     return prefetch
@@ -105,22 +104,20 @@ def ring_prefetch(tile: StepTile) -> Any:
 
 def ring_produce(tile: StepTile) -> Any:
     """By the same thread: ask for the stages' rows, and for the other stages of weights."""
-    stages, stage_bytes, k_block = tile.stages, tile.stage_bytes, tile.k_block
-    barriers, boxes = tile.barrier_offset, tile.k_block // BOX_K if tile.row_bytes else 0
-    offset, box_bytes = tile.rows_offset, tile.rows * BOX_K * 2
+    stages, stage_bytes, boxes = tile.stages, tile.stage_bytes, tile.k_block // BOX_K
+    barriers, offset, has_rows = tile.barrier_offset, tile.rows_offset, tile.row_bytes > 0
     ask_weights = _ask_weights(tile)
 
     @device
-    def produce(map_w, map_x, base, steps, column0, num_columns, row0, rank):
+    def produce(map_w, map_x, base, steps, column0, row0, rank):
         stage, parity, i = i32(0), i32(1), i32(0)
         while i < steps:
             at, ready = i32(base + stage * stage_bytes), i32(base + barriers + 8 * stage)
-            at_k = i32(i * k_block)
             if i >= stages:
                 barrier_wait(ready + 8 * stages, parity)
-                ask_weights(map_w, at, ready, at_k, column0, num_columns, rank)
-            for b in range(boxes):
-                _load_rows(at + offset + b * box_bytes, map_x, ready, at_k + b * BOX_K, row0)
+                ask_weights(map_w, at, ready, i32(i * boxes), column0, rank)
+            if has_rows:
+                _load_rows(at + offset, map_x, ready, 0, row0, i * boxes)
             i, stage = i32(i + 1), i32(stage + 1)
             if stage == stages:
                 stage, parity = i32(0), i32(parity ^ 1)

@@ -47,10 +47,10 @@ ARGS = "ptr ptr ptr ptr ptr i32 i32 i32 i64 i64 i32"
 def make_gemm_step(tile: StepTile) -> Any:
     """out [m, n] = x [m, k] · Wᵀ + bias + residual, or gated [m, n / 2]; grid (tile.grid(n)).
 
-    Arguments: the tensor maps of W (boxes of 64 × ``weight_box``) and of x (64 × ``rows``), both
-    bf16 with the 128-byte swizzle; bias (float32) and residual (bf16) or 0; out, bf16, or float32
+    Arguments: the tensor maps of W and of x (``tile.weight_view``, ``tile.row_view``), both bf16
+    with the 128-byte swizzle; bias (float32) and residual (bf16) or 0; out, bf16, or float32
     where ``option`` is 1 (gated: bf16, no residual, and ``option`` chooses gelu with tanh); n, k,
-    m; strides in bytes.
+    m; strides in bytes. k is a multiple of 64.
     """
     k_block, consumers, halves = tile.k_block, tile.consumers, 2 if tile.gated else 1
     rows, box_rows, sharers = tile.rows, tile.box_rows, tile.sharers
@@ -67,12 +67,12 @@ def make_gemm_step(tile: StepTile) -> Any:
         begin(base, thread)
         sync_blocks()  # the barriers are ready, in every thread block of the cluster
         if thread == consumers:
-            prefetch(map_w, base, steps, column0, num_columns, rank)
+            prefetch(map_w, base, steps, column0, rank)
         wait_prerequisites()  # x, residual and what out held are other kernels'
         if thread < consumers:
             consume(base, steps, thread)
         elif thread == consumers:
-            produce(map_w, map_x, base, steps, column0, num_columns, row0, rank)
+            produce(map_w, map_x, base, steps, column0, row0, rank)
         sync_threads()
         write(
             base, column0, row0, num_columns, m, bias, residual, out, residual_stride, out_stride,

@@ -7,6 +7,7 @@ ascending, in one float32 accumulator of the tensor core.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 RUNGS = (8, 16, 32, 64, 128)
 """Rows of activations that a kernel has room for."""
@@ -14,6 +15,30 @@ BOX_K = 64
 """Elements of K in a box of the tensor maps: 128 bytes, the width of the swizzle."""
 NUM_SMS = 132
 """Of the GPU that the tiles are made for, an H200."""
+
+
+class TensorView(NamedTuple):
+    """How a tensor map sees a matrix of bf16: a box, the whole and strides, outermost axis first.
+
+    Strides in bytes, without the innermost. Blocks of ``BOX_K`` elements of K are an axis of their
+    own, so that one copy brings several: a thread that asks for copies takes some 50 ns for each.
+    """
+
+    box: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def matrix_view(rows: int, k: int, stride: int, box_rows: int, boxes: int) -> TensorView:
+    """Boxes of ``boxes`` blocks of ``box_rows`` rows of [rows, k]; k is a multiple of ``BOX_K``."""
+    shape = (k // BOX_K, rows, BOX_K)
+    return TensorView((boxes, box_rows, BOX_K), shape, (2 * BOX_K, stride))
+
+
+def gated_view(rows: int, k: int, stride: int, box_rows: int, boxes: int) -> TensorView:
+    """The same of [gate; up], ``rows`` each: in a block, the gates' rows, then the ups'."""
+    shape, strides = (k // BOX_K, 2, rows, BOX_K), (2 * BOX_K, rows * stride, stride)
+    return TensorView((boxes, 2, box_rows, BOX_K), shape, strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +73,19 @@ class StepTile:
 
     @property
     def weight_box(self) -> int:
-        """Rows of a box of the weights' tensor map: a thread block's part of ``box_rows``."""
+        """Of the rows of W that the tile takes, or of its gates: what this thread block loads."""
         return self.box_rows // self.sharers
+
+    def weight_view(self, n: int, k: int) -> TensorView:
+        """What the tensor map of W [n, k] sees: a stage, or a thread block's part of a block."""
+        if self.gated:
+            return gated_view(n // 2, k, 2 * k, self.box_rows, self.k_block // BOX_K)
+        boxes = self.k_block // BOX_K if self.sharers == 1 else 1
+        return matrix_view(n, k, 2 * k, self.weight_box, boxes)
+
+    def row_view(self, m: int, k: int, stride: int) -> TensorView:
+        """What that of x [m, k] sees, rows ``stride`` bytes apart: a stage."""
+        return matrix_view(m, k, stride, self.rows, self.k_block // BOX_K)
 
     @property
     def consumers(self) -> int:
@@ -169,7 +205,12 @@ COLUMNS = (16, 32, 48, 64, 96, 128)
 """Columns of the tiles ``c16`` … ``c128``, one thread block an SM: a matrix gets the first with
 which its tiles fit the SMs of an H200. What has more rows than that, and is not gated, is ``wide``.
 """
-BESIDE_ATTENTION = 150 << 10
+FEW_ROWS = 32
+"""Rows up to which there are tiles for widths between: more SMs have something to do."""
+FEW_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128)
+GATED_COLUMNS = (32, 64, 96, 128, 160, 192)
+"""The same of gated tiles, ``g32`` … ``g192``, gates and ups together."""
+BESIDE_ATTENTION = 149 << 10
 """Shared memory of a thread block that finds room beside one of decode attention: an SM has 228 KB,
 each thread block takes 1 KB more than it asks for, and ``attention_step`` asks for 75."""
 _ALONE = 200 << 10
@@ -203,6 +244,18 @@ TILES: dict[str, StepTile] = {
     f"c{columns}_{rows}": _column_tile(columns, rows) for columns in COLUMNS for rows in RUNGS
 }
 TILES |= {
+    f"c{columns}_{rows}": _column_tile(columns, rows)
+    for columns in FEW_COLUMNS
+    for rows in RUNGS
+    if rows <= FEW_ROWS
+}
+TILES |= {
+    f"g{columns}_{rows}": replace(_column_tile(columns, rows), gated=True)
+    for columns in GATED_COLUMNS
+    for rows in RUNGS
+    if rows <= FEW_ROWS
+}
+TILES |= {
     f"{form}_{rows}": StepTile(rows, columns, k_block, stages, form == "gated")
     for form, by_rows in (
         ("wide", ((128, 64, 4), (64, 64, 7), (64, 128, 4), (128, 128, 4), (128, 64, 7))),
@@ -222,11 +275,13 @@ MMA_TILES: dict[str, MmaTile] = {
 """Tiles of the ``mma.sync`` form: ``gemm_step_mma_bf16_<variant>``."""
 
 
-def form(n: int, *, gated: bool = False) -> str:
-    """The family of ``TILES`` of a matrix of ``n`` rows."""
+def form(n: int, rows: int, *, gated: bool = False) -> str:
+    """The family of ``TILES`` of a matrix of ``n`` rows, for ``rows`` rows of activations."""
     if gated:
-        return "gated"
-    return next((f"c{columns}" for columns in COLUMNS if n <= NUM_SMS * columns), "wide")
+        widths = GATED_COLUMNS if rows <= FEW_ROWS else ()
+        return next((f"g{columns}" for columns in widths if n <= NUM_SMS * columns), "gated")
+    widths = FEW_COLUMNS if rows <= FEW_ROWS else COLUMNS
+    return next((f"c{columns}" for columns in widths if n <= NUM_SMS * columns), "wide")
 
 
 def mma_form(n: int, *, gated: bool = False) -> str:
@@ -246,4 +301,4 @@ def rung(rows: int) -> int:
 
 def variant(n: int, rows: int, *, gated: bool = False) -> str:
     """The key of ``TILES`` for ``rows`` rows of activations and a matrix of ``n`` rows."""
-    return f"{form(n, gated=gated)}_{rung(rows)}"
+    return f"{form(n, rows, gated=gated)}_{rung(rows)}"

@@ -26,7 +26,8 @@ grid_wait = instruction(
     "{ .reg .pred p; .reg .b64 v; WAIT: ld.acquire.gpu.global.b64 v, [$0]; setp.ge.u64 p, v, $1;"
     " @p bra DONE; bra WAIT; DONE: }",
 )
-"""(counter, goal): by one thread, or a warp that goes on together, until all thread blocks have arrived."""
+"""(counter, goal): until all thread blocks have arrived; by one thread, or by a warp that goes on
+together."""
 global_fence = instruction("", "", "fence.proxy.async.global;")
 """Between writes to global memory and TMA that reads them, on either side of a barrier."""
 

@@ -100,7 +100,7 @@ class BenchQueue:
         return self.bench.memory.put(np.full(nbytes, 0 if zeroed else 255, np.uint8))
 
     def tensor_map(
-        self, array: DeviceArray, box: Any, *, shape: Any = None, strides: Any = None
+        self, array: DeviceArray, box: Any, shape: Any = None, strides: Any = None
     ) -> int:
         if shape is None:
             shape, strides = array.shape, array.strides[:-1]

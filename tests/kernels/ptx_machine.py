@@ -251,6 +251,10 @@ class _Block:
             warps_of(active)
             numbers, counts = (self._read(operand).astype(np.int64) for operand in operands)
             self.named.arrive(numbers, counts, active, wait=parts[1] == "sync")
+        elif name == "red":
+            self._reduce(operands, active)
+        elif name == "grid":
+            self._grid_wait(operands, active)
         elif name == "wgmma" and parts[1] != "fence":
             self._multiply(parts[1], operands, active)
         elif name in ("ld", "st"):
@@ -273,10 +277,6 @@ class _Block:
             self._copy(opcode, operands, active)
         elif name == "atom":
             self._atomic_add(parts[1], operands, active)
-        elif opcode == "red.relaxed.gpu.global.add.u64":
-            self._reduce(operands, active)
-        elif opcode == "grid.wait":
-            self._grid_wait(operands, active)
         elif name == "shfl":
             warps_of(active)
             lane, own = self._read(operands[2]).astype(np.int64), np.arange(active.size)

@@ -20,7 +20,7 @@ from tests.kernels.launches import Bench, decode, encode, machine_bench
 from tests.kernels.op_launches import BenchQueue, put_matrix
 from tests.ops.cases import random_matrix
 
-HIDDEN, INNER, HEADS, LAST = 72, 104, 136, 88
+HIDDEN, INNER, HEADS, LAST = 64, 128, 192, 88
 Array = np.ndarray[Any, Any]
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from atlas_kernels.gemm_step_plan import (
+    FEW_COLUMNS,
+    GATED_COLUMNS,
     MMA_TILES,
     RUNGS,
     TILES,
@@ -30,9 +32,9 @@ def test_every_tile_fits_an_sm() -> None:
     for tile in TILES.values():
         assert tile.shared_bytes + 1024 <= 228 * 1024
         assert tile.shared_bytes <= 227 * 1024
-        for box in (tile.weight_box, tile.rows):
-            assert box <= 256, "a box of a tensor map"
-            assert box * 128 % 1024 == 0, "the swizzle has a period of 1,024 bytes"
+        for view in (tile.weight_view(1024, 1024), tile.row_view(8, 1024, 2048)):
+            assert max(view.box) <= 256, "a box of a tensor map"
+            assert view.box[-2] * 128 % 1024 == 0, "the swizzle has a period of 1,024 bytes"
         assert tile.stages >= 3
     for mma_tile in MMA_TILES.values():
         assert mma_tile.shared_bytes <= 99 * 1024, "the least of all GPUs since sm_80"
@@ -93,13 +95,15 @@ class Product:
         bench, tile, (m, k) = self.bench, TILES[name], x.shape
         bf16 = bench.put(x, "bf16")
         encode = bench.memory.tensor_map
-        maps = [
-            encode(self.weight.address, (self.n, k), (tile.weight_box, 64)),
-            encode(bf16.address, (m, k), (tile.rows, 64)),
-        ]
+        views = (
+            (self.weight.address, tile.weight_view(self.n, k)),
+            (bf16.address, tile.row_view(m, k, 2 * k)),
+        )
+        maps = [encode(address, view.shape, view.box, view.strides) for address, view in views]
         places = [bench.memory.put(np.frombuffer(encoded, np.uint8)) for encoded in maps]
-        out = bench.empty((m + 1, self.n), "f32")
-        args = [*places, 0, 0, out.address, self.n, k, m, 0, out.stride, 1]
+        width, type = (self.n // 2, "bf16") if tile.gated else (self.n, "f32")
+        out = bench.empty((m + 1, width), type)
+        args = [*places, 0, 0, out.address, self.n, k, m, 0, out.stride, int(not tile.gated)]
         bench.run(f"gemm_step_bf16_{name}", (tile.grid(self.n), 1), args)
         got = bench.get(out)
         assert np.isnan(got[m]).all()
@@ -138,13 +142,14 @@ def test_mma_products(bench: Bench, name: str, rows: int) -> None:
 
 # A ring that goes round, stages of 64 and of 128 elements, 16 to 64 rows of W in a tile.
 @pytest.mark.parametrize(
-    ("name", "rows"), [("c16_8", 5), ("c48_16", 9), ("wide_8", 8), ("c64_64", 33)]
+    ("name", "rows"),
+    [("c16_8", 5), ("c24_8", 1), ("c48_16", 9), ("c72_16", 12), ("wide_8", 8), ("c64_64", 33)],
 )
 def test_wgmma_gives_the_bits_of_mma(bench: Bench, name: str, rows: int) -> None:
     if not isinstance(bench.memory, Memory) and bench.memory.arch != "sm_90a":
         pytest.skip(f"gemm_step needs sm_90a, not {bench.memory.arch}")
-    product = Product(bench, 100, 1416, pad=0)
-    x = rounded(_normal(rows, 1416), "bf16")
+    product = Product(bench, 100, 1344, pad=0)
+    x = rounded(_normal(rows, 1344), "bf16")
     want = product.mma(f"wide_{rung(rows)}", bench.put(x, "bf16"))
     np.testing.assert_array_equal(product.wgmma(name, x), want)
 
@@ -199,8 +204,8 @@ class TestOnTheGpu:
 
     @pytest.mark.parametrize("family", ["c16", "c32", "c48", "c64", "c96", "c128", "wide"])
     def test_rows_are_independent(self, device: Bench, family: str) -> None:
-        product = Product(device, 1000, 1160, pad=0)
-        x = rounded(_normal(128, 1160), "bf16")
+        product = Product(device, 1000, 1216, pad=0)
+        x = rounded(_normal(128, 1216), "bf16")
         full, want = product.wgmma(f"{family}_128", x), _reference(product, x)
         assert np.abs(full - want).max() <= 1e-5 * np.abs(want).max()
         for m in (1, 2, 7, 8, 9, 31, 33, 64, 65, 127):
@@ -208,6 +213,24 @@ class TestOnTheGpu:
                 name = f"{family}_{rung(m)}"
                 got = product.wgmma(name, x[start : start + m])
                 np.testing.assert_array_equal(got, full[start : start + m])
+
+    @pytest.mark.parametrize("columns", FEW_COLUMNS)
+    def test_widths_for_few_rows_have_the_same_bits(self, device: Bench, columns: int) -> None:
+        product = Product(device, 1000, 1216, pad=0)
+        for m in (1, 8, 13, 32):
+            x = rounded(_normal(m, 1216), "bf16")
+            got = product.wgmma(f"c{columns}_{rung(m)}", x)
+            np.testing.assert_array_equal(got, product.wgmma(f"wide_{rung(m)}", x))
+
+    @pytest.mark.parametrize("columns", GATED_COLUMNS)
+    def test_gated_widths_for_few_rows_have_the_same_bits(
+        self, device: Bench, columns: int
+    ) -> None:
+        product = Product(device, 1520, 1216, pad=0)
+        for m in (1, 8, 13, 32):
+            x = rounded(_normal(m, 1216), "bf16")
+            got = product.wgmma(f"g{columns}_{rung(m)}", x)
+            np.testing.assert_array_equal(got, product.wgmma(f"gated_{rung(m)}", x))
 
     @pytest.mark.parametrize("family", ["c16", "wide"])
     @pytest.mark.parametrize("spread", [0, 15])

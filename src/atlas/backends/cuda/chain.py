@@ -21,7 +21,9 @@ from atlas_kernels.chain_plan import (
     OWN_NORM,
     ChainStep,
     chain_rung,
+    row_view,
     unit_columns,
+    weight_view,
 )
 from atlas_kernels.grid_barrier import COUNTER_BYTES
 
@@ -128,12 +130,14 @@ class Chains:
         tile, maps = CHAIN_TILES[chain_rung(part.rows) or 0], self._device.tensor_maps
         columns = weight.rows // 2 if gated else weight.rows
         box, stride = unit_columns(columns, self._device.num_sms, gated=gated), x.strides[0]
-        own = x is self._own_rows.get(k)
-        shape = (len(x), 1, k) if own else (1, len(x), k)
+        blocks = tile.blocks(2 * box if gated else box)
+        copies = len(x) if x is self._own_rows.get(k) else 1
+        w_view = weight_view(weight.rows, k, box, blocks, gated=gated)
+        x_view = row_view(len(x) // copies, k, stride, tile, blocks, copies)
         return ChainStep(
             kind=GATED if gated else 0,
-            map_w=maps.address(weight.values, (box, 64), None, None),
-            map_x=maps.address(x, (1, tile.rows, 64), shape, (stride * shape[1], stride)),
+            map_w=maps.address(weight.values, *w_view),
+            map_x=maps.address(x, *x_view),
             bias=part.bias.address if part.bias is not None else 0,
             residual=part.residual.address if part.residual is not None else 0,
             residual_stride=part.residual.strides[0] if part.residual is not None else 0,
@@ -144,7 +148,7 @@ class Chains:
             k=k,
             box=box,
             units=-(-columns // box),
-            blocks=tile.blocks(2 * box if gated else box),
+            blocks=blocks,
         )
 
     def _own(self, k: int) -> DeviceArray:

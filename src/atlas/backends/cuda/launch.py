@@ -182,7 +182,6 @@ class Queue:
         self,
         array: DeviceArray,
         box: tuple[int, ...],
-        *,
         shape: tuple[int, ...] | None = None,
         strides: tuple[int, ...] | None = None,
     ) -> int:

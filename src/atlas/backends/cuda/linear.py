@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from atlas_kernels.gemm_step_plan import MMA_TILES, RUNGS, TILES, mma_form, rung, variant
+from atlas_kernels.gemm_step_plan import (
+    BOX_K,
+    MMA_TILES,
+    RUNGS,
+    TILES,
+    mma_form,
+    rung,
+    variant,
+)
 from atlas_kernels.quant_plan import (
     CELL_ROWS,
     QUANT_MMA_TILES,
@@ -184,12 +192,12 @@ def step_product(
     if weight.is_quantized:
         _quantised_product(queue, x, weight, shared, (*strides, option), gated=gated)
         return
-    if queue.device.arch == "sm_90a":
+    if queue.device.arch == "sm_90a" and k % BOX_K == 0:
         name = variant(n, m, gated=gated)
         tile = TILES[name]
         maps = (
-            queue.tensor_map(weight.values, (tile.weight_box, 64)),
-            queue.tensor_map(x, (tile.rows, 64)),
+            queue.tensor_map(weight.values, *tile.weight_view(n, k)),
+            queue.tensor_map(x, *tile.row_view(m, k, x.strides[0])),
         )
         args: Args = (*maps, *shared, *strides, option)
         part = ChainPart(x, out, weight, epilogue.bias, residual, option, gated)

@@ -70,7 +70,7 @@ def _in_one(
     check_product(x, weight, epilogue.bias, out, n // 2 if gated else n)
     match("float32", f"{k}", norm)
     tile, bias = NORM_TILES[name], 0 if epilogue.bias is None else epilogue.bias
-    args: Args = (queue.tensor_map(weight.values, (tile.weight_box, 64)), x, norm, bias)
+    args: Args = (queue.tensor_map(weight.values, *tile.weight_view(n, k)), x, norm, bias)
     option = store_option(epilogue, out)
     args += (out, n, k, m, x.strides[0], out.strides[0], option, eps)
     part = ChainPart(

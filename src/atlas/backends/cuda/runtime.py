@@ -86,7 +86,7 @@ class CudaRuntime:
     promises = (
         "eager and graphed steps have the same bits",
         "a norm that a product's kernel does itself, for few rows, has the bits of its own kernel",
-        "products that a graph runs in one kernel, for few rows, have the bits of their own kernels",
+        "products that a graph runs in one kernel, for few rows, have the bits of several",
         "cached blocks that prompt tokens made serve prompts bitwise; those that generated tokens "
         "made (reuse_generated) change bits",
     )
