@@ -107,15 +107,23 @@ def wgmma_stage(
     """
     count = n // 2 * len(blocks)
     first = 2 * count if accumulate else count
-    lines = ["{ .reg .pred p; .reg .b64 a, b; wgmma.fence.sync.aligned;"]
+    lines = [
+        "{ .reg .pred p; .reg .b64 a, b; .reg .b32 la, ha, lb, hb, t;",
+        f"mov.b64 {{la, ha}}, ${first}; mov.b64 {{lb, hb}}, ${first + 1};",
+        # One lane's value is uniform to the assembler: it adds offsets in uniform registers, and
+        # does not bring a descriptor there for each product, which takes longer than a product.
+        "shfl.sync.idx.b32 la, la, 0, 31, 0xffffffff; shfl.sync.idx.b32 lb, lb, 0, 31, 0xffffffff;",
+        "wgmma.fence.sync.aligned;",
+    ]
     for step, (a, b) in enumerate(zip(a_steps, b_steps, strict=True)):
         lines.append(
-            f"setp.ne.b32 p, {int(accumulate or step > 0)}, 0; add.s64 b, ${first + 1}, {b >> 4};"
+            f"setp.ne.b32 p, {int(accumulate or step > 0)}, 0;"
+            f" add.u32 t, lb, {b >> 4}; mov.b64 b, {{t, hb}};"
         )
         for i, block in enumerate(blocks):
             registers = ", ".join(f"${n // 2 * i + j}" for j in range(n // 2))
             lines.append(
-                f"add.s64 a, ${first}, {(a + block) >> 4};"
+                f"add.u32 t, la, {(a + block) >> 4}; mov.b64 a, {{t, ha}};"
                 f" wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element}"
                 f" {{{registers}}}, a, b, p, 1, 1, 0, {int(b_transposed)};"
             )
@@ -137,13 +145,15 @@ def wgmma_stage_registers(
     count, steps = n // 2, len(b_steps)
     registers = ", ".join(f"${i}" for i in range(count))
     b_register = 2 * count + 4 * steps
-    lines = ["{ .reg .pred p; .reg .b64 b; .reg .b32 low, high; setp.ne.b32 p, 1, 0;"]
-    lines.append("wgmma.fence.sync.aligned;")
+    lines = [
+        "{ .reg .pred p; .reg .b64 b; .reg .b32 low, high, t; setp.ne.b32 p, 1, 0;",
+        f"mov.b64 {{low, high}}, ${b_register}; shfl.sync.idx.b32 low, low, 0, 31, 0xffffffff;",
+        "wgmma.fence.sync.aligned;",
+    ]
     for step, b in enumerate(b_steps):
         words = ", ".join(f"${2 * count + 4 * step + i}" for i in range(4))
         lines.append(
-            f"mov.b64 {{low, high}}, ${b_register}; add.u32 low, low, {b >> 4};"
-            f" mov.b64 b, {{low, high}};"
+            f"add.u32 t, low, {b >> 4}; mov.b64 b, {{t, high}};"
             f" wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element}"
             f" {{{registers}}}, {{{words}}}, b, p, 1, 1, {int(b_transposed)};"
         )
