@@ -22,11 +22,18 @@ from atlas_kernels.chain_plan import (
     GATED,
     NORM,
     OWN_NORM,
+    SLOTS,
     STEP_BYTES,
     THREADS,
     ChainTile,
 )
-from atlas_kernels.chain_ring import ask_rows, ask_weights, multiply_columns, number_of
+from atlas_kernels.chain_ring import (
+    ask_rows,
+    ask_weights,
+    multiply_columns,
+    number_of,
+    pass_columns,
+)
 from atlas_kernels.gemm_step_epilogue import finish, finish_gated
 from atlas_kernels.grid_barrier import (
     COUNTER_BYTES,
@@ -56,14 +63,14 @@ from atlas_kernels.registry import kernel
 
 def _begin(tile: ChainTile) -> Any:
     """By the first threads: make the barriers, and bring the program to shared memory."""
-    slots, barriers, program_at = tile.slots, tile.barrier_offset, tile.program_offset
+    barriers, program_at = tile.barrier_offset, tile.program_offset
     normed_at, goal_at = tile.normed_offset, tile.goal_offset
     warps, words = CONSUMERS // 32, STEP_BYTES // 8
 
     @device
     def begin(base, program, counters, num_steps, thread):
-        if thread < 2 * slots:  # full: who asks for weights and who asks for rows both arrive
-            barrier_init(base + barriers + 8 * thread, 2 if thread < slots else warps)
+        if thread < 2 * SLOTS:  # full: who asks for weights and who asks for rows both arrive
+            barrier_init(base + barriers + 8 * thread, 2 if thread < SLOTS else warps)
             barrier_init_fence()
         if thread == THREADS - 1:
             barrier_init(base + normed_at, 1)
@@ -81,7 +88,7 @@ def _begin(tile: ChainTile) -> Any:
 
 def _write(tile: ChainTile) -> Any:
     """By the threads that multiply: a thread block's columns from shared memory."""
-    sums, pitch = tile.sums_offset, tile.pitch
+    sums, pitch = tile.ring_bytes, tile.pitch
 
     @device
     def write(base, step, column0, m, thread):
@@ -144,10 +151,11 @@ def _norm_step(tile: ChainTile) -> Any:
 def _consume(tile: ChainTile) -> Any:
     """By two warp groups: every step of the program."""
     program_at, goal_at, norm_step = tile.program_offset, tile.goal_offset, _norm_step(tile)
-    (products, passes), write = multiply_columns(tile), _write(tile)
+    of_one, of_two, of_four = (multiply_columns(tile, blocks) for blocks in (1, 2, 4))
+    passes, write = pass_columns(tile), _write(tile)
 
     @device
-    def consume_step(base, step, m, thread, slot, parity):
+    def consume_step(base, step, m, thread, head, slot):
         box, blocks, k = (
             number_of(step, AT.box),
             number_of(step, AT.blocks),
@@ -156,19 +164,23 @@ def _consume(tile: ChainTile) -> Any:
         units, kind = number_of(step, AT.units), number_of(step, AT.kind)
         width, unit = i32(box * (2 if kind & GATED else 1)), i32(block_x())
         while unit < units:
-            if thread >> 7 << 6 < width:
-                slot, parity = products(base, thread, width, blocks, k, slot, parity)
+            if thread >> 7 << 6 >= width:
+                head, slot = passes(base, thread, width, blocks, k, head, slot)
+            elif blocks == 4:
+                head, slot = of_four(base, thread, width, k, head, slot)
+            elif blocks == 2:
+                head, slot = of_two(base, thread, width, k, head, slot)
             else:
-                slot, parity = passes(base, thread, blocks, k, slot, parity)
+                head, slot = of_one(base, thread, width, k, head, slot)
             sync_named(1, CONSUMERS)  # all sums are there
             write(base, step, i32(unit * box), m, thread)
             sync_named(1, CONSUMERS)  # and may be overwritten
             unit = i32(unit + num_blocks_x())
-        return slot, parity
+        return head, slot
 
     @device
     def consume(base, counters, num_steps, m, thread):
-        slot, parity, number = i32(0), i32(0), i32(0)
+        head, slot, number = i32(0), i32(0), i32(0)
         goal = load_shared_b64(i32(base + goal_at))
         while number < num_steps:
             step = i32(base + program_at + number * STEP_BYTES)
@@ -177,7 +189,7 @@ def _consume(tile: ChainTile) -> Any:
             if kind & (NORM | OWN_NORM):
                 norm_step(base, step, counter, goal, number, m, thread)
             if kind & NORM == 0:
-                slot, parity = consume_step(base, step, m, thread, slot, parity)
+                head, slot = consume_step(base, step, m, thread, head, slot)
                 global_fence()
                 sync_named(1, CONSUMERS)
             if thread == 0:

@@ -26,6 +26,10 @@ THREADS = CONSUMERS + 64
 """Threads that multiply, and a warp each that asks for weights and for activations."""
 MAX_STEPS = 16
 """Of a program."""
+SLOTS = 16
+"""Of the ring, at most; a power of two."""
+SLOT_BYTES = 20480
+"""Of a slot, about: several blocks of few columns, one of many."""
 RUNGS = (8, 16, 32)
 """Rows of activations that a kernel has room for."""
 NORM_WARPS, ROLE_WARPS = 8, 16
@@ -53,13 +57,12 @@ class ChainTile:
     ----------
     rows : int
         Rows of activations: the N of the tensor-core instruction.
-    slot_bytes, slots : int
-        A slot of the ring holds some blocks of 64 k of W, then as many of x.
+    ring_bytes : int
+        Of the ring, which slots of any size go round.
     """
 
     rows: int
-    slot_bytes: int
-    slots: int
+    ring_bytes: int
 
     @property
     def pitch(self) -> int:
@@ -67,19 +70,14 @@ class ChainTile:
         return (WIDTH + 4) * 4
 
     @property
-    def sums_offset(self) -> int:
-        """The float32 tile, behind the ring."""
-        return self.slots * self.slot_bytes
-
-    @property
     def barrier_offset(self) -> int:
-        """Two barriers for each slot, full and empty, and one for a normalised row."""
-        return self.sums_offset + self.rows * self.pitch
+        """Behind the float32 tile, two barriers for each slot, full and empty."""
+        return self.ring_bytes + self.rows * self.pitch
 
     @property
     def normed_offset(self) -> int:
         """The barrier for a normalised row."""
-        return self.barrier_offset + 16 * self.slots
+        return self.barrier_offset + 16 * SLOTS
 
     @property
     def goal_offset(self) -> int:
@@ -97,23 +95,31 @@ class ChainTile:
         return self.program_offset + MAX_STEPS * STEP_BYTES
 
     @property
+    def sizes_offset(self) -> int:
+        """What each of the two that ask knows of the slots: their bytes."""
+        return self.parts_offset + 4 * ROLE_WARPS
+
+    @property
     def shared_bytes(self) -> int:
-        """Of a thread block; ``wgmma`` may read 64 rows of W from a slot's last block on."""
-        behind = self.sums_offset + 64 * BOX_K * 2
-        return max(self.parts_offset + 4 * ROLE_WARPS + 16, behind)
+        """Of a thread block."""
+        return self.sizes_offset + 2 * 4 * SLOTS
 
     def blocks(self, columns: int) -> int:
-        """Blocks of 64 k in a slot, for ``columns`` rows of W."""
-        return max(1, self.slot_bytes // ((columns + self.rows) * BOX_K * 2))
+        """Blocks of 64 k in a slot, for ``columns`` rows of W: 1, 2 or 4."""
+        return next((n for n in (4, 2) if n * self.block_bytes(columns) <= SLOT_BYTES), 1)
+
+    def block_bytes(self, columns: int) -> int:
+        """Of W and of x."""
+        return (columns + self.rows) * BOX_K * 2
 
 
-def _tile(rows: int, slot_bytes: int) -> ChainTile:
-    tile = ChainTile(rows, slot_bytes, 0)
-    return ChainTile(rows, slot_bytes, (BESIDE_ATTENTION - tile.shared_bytes) // (slot_bytes + 16))
+def _tile(rows: int) -> ChainTile:
+    """With as much of a ring as there is room for beside attention."""
+    rest = ChainTile(rows, 0).shared_bytes
+    return ChainTile(rows, (BESIDE_ATTENTION - rest) // 1024 * 1024)
 
 
-CHAIN_TILES = {rows: _tile(rows, (WIDTH + rows) * BOX_K * 2) for rows in RUNGS}
-"""By rows: a slot holds a block of 64 k of as many columns as there may be."""
+CHAIN_TILES = {rows: _tile(rows) for rows in RUNGS}
 
 
 def chain_rung(rows: int) -> int | None:

@@ -1,8 +1,9 @@
 """The ring of a chain: who asks for weights and for activations, and who multiplies them.
 
 A slot of shared memory holds some blocks of 64 k of a thread block's rows of W (``ChainStep.box``,
-of gates and of ups), then as many of x. Two warps ask, each by one thread, with one copy for each
-slot; two warp groups multiply, 64 rows of W each. Each function makes a device function for a tile.
+of gates and of ups), then as many of x. Slots go round the ring one after another, of whatever
+sizes the steps want. Two warps ask, each by one thread, with one copy for each slot; two warp
+groups multiply, 64 rows of W each. Each function makes a device function for a tile.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, i32, i64
-from atlas_kernels.chain_plan import AT, GATED, NORM, OWN_NORM, STEP_BYTES, ChainTile
+from atlas_kernels.chain_plan import AT, GATED, NORM, OWN_NORM, SLOTS, STEP_BYTES, ChainTile
 from atlas_kernels.gemm_step_plan import BOX_K
 from atlas_kernels.grid_barrier import COUNTER_BYTES, global_fence, grid_wait
 from atlas_kernels.ptx_async import (
@@ -22,13 +23,13 @@ from atlas_kernels.ptx_async import (
     tile_load,
 )
 from atlas_kernels.ptx_math import quotient
-from atlas_kernels.ptx_memory import load_shared_b32, load_shared_b64
+from atlas_kernels.ptx_memory import load_shared_b32, load_shared_b64, store_shared_b32
 from atlas_kernels.ptx_warp import block_x, num_blocks_x
 from atlas_kernels.ptx_wgmma import (
     descriptor,
     settle,
     store_accumulators,
-    wgmma_stage,
+    wgmma_blocks,
     wgmma_wait0,
     wgmma_wait1,
     wgmma_zero,
@@ -45,159 +46,183 @@ def number_of(step, at):
 
 
 @device
-def next_slot(slot, parity, slots):
-    """The slot of the ring behind one, and the parity of its phase."""
-    slot = i32(slot + 1)
-    if slot == slots:
-        return i32(0), i32(parity ^ 1)
-    return slot, parity
+def _wait(base, barriers, number, later):
+    """For a slot to be full, or (``later``: 8 · ``SLOTS``) to have been given back."""
+    barrier = i32(base + barriers + later + 8 * (number & (SLOTS - 1)))
+    barrier_wait(barrier, i32(number // SLOTS & 1))
+
+
+def _places(tile: ChainTile) -> tuple[Any, Any]:
+    """Where slots lie: one after another, at the beginning where the end has no room.
+
+    ``place(head, size)`` → offset; ``take(base, sizes, size, head, free, tail, number)`` → the same
+    once all that lay there has been given back, and the new ``head, free, tail``: where the next
+    may begin, bytes that nobody holds, and the oldest slot that somebody may. Each of the two that
+    ask goes through this by itself, and keeps the sizes of slots in memory of its own.
+    """
+    ring, barriers = tile.ring_bytes, tile.barrier_offset
+
+    @device
+    def place(head, size):
+        return i32(0 if head + size > ring else head)
+
+    @device
+    def take(base, sizes, size, head, free, tail, number):
+        at = place(head, size)
+        need = i32(size if at == head else size + ring - head)
+        while free < need or number - tail >= SLOTS:
+            _wait(base, barriers, tail, 8 * SLOTS)
+            free = i32(free + load_shared_b32(sizes + 4 * (tail & (SLOTS - 1))))
+            tail = i32(tail + 1)
+        store_shared_b32(sizes + 4 * (number & (SLOTS - 1)), need)
+        return at, i32(at + size), i32(free - need), tail
+
+    return place, take
 
 
 def ask_weights(tile: ChainTile) -> Any:
     """By one thread: ask for the weights of every product, in order, wherever there is room."""
-    slots, slot_bytes, barriers = tile.slots, tile.slot_bytes, tile.barrier_offset
-    program_at = tile.program_offset
+    barriers, program_at, ring = tile.barrier_offset, tile.program_offset, tile.ring_bytes
+    sizes_at, row_bytes = tile.sizes_offset, tile.rows * BOX_K * 2
+    _, take = _places(tile)
 
     @device
-    def ask_step(base, step, slot, parity):
+    def ask_step(base, step, head, free, tail, number):
         map_w, is_gated = load_shared_b64(i32(step + AT.map_w)), number_of(step, AT.kind) & GATED
-        box, blocks, units = (
-            number_of(step, AT.box),
-            number_of(step, AT.blocks),
-            number_of(step, AT.units),
-        )
-        num_blocks = quotient(i32(number_of(step, AT.k) + (BOX_K - 1)), BOX_K)
+        blocks, units = number_of(step, AT.blocks), number_of(step, AT.units)
+        num_blocks, box = quotient(number_of(step, AT.k), BOX_K), number_of(step, AT.box)
         num_bytes = i32(blocks * box * (BOX_K * 2))
         if is_gated:
             num_bytes = i32(2 * num_bytes)
-        unit = i32(block_x())
+        size, unit = i32(num_bytes + blocks * row_bytes), i32(block_x())
         while unit < units:
             block, column0 = i32(0), i32(unit * box)
             while block < num_blocks:
-                at, ready = i32(base + slot * slot_bytes), i32(base + barriers + 8 * slot)
-                barrier_wait(ready + 8 * slots, parity)
+                at, head, free, tail = take(
+                    base, i32(base + sizes_at), size, head, free, tail, number
+                )
+                ready = i32(base + barriers + 8 * (number & (SLOTS - 1)))
                 barrier_expect(ready, num_bytes)
                 if is_gated:
-                    _load_gated(at, map_w, ready, 0, column0, 0, block)
+                    _load_gated(base + at, map_w, ready, 0, column0, 0, block)
                 else:
-                    _load_weights(at, map_w, ready, 0, column0, block)
-                block = i32(block + blocks)
-                slot, parity = next_slot(slot, parity, slots)
+                    _load_weights(base + at, map_w, ready, 0, column0, block)
+                block, number = i32(block + blocks), i32(number + 1)
             unit = i32(unit + num_blocks_x())
-        return slot, parity
+        return head, free, tail, number
 
     @device
     def ask(base, num_steps):
-        slot, parity, number = i32(0), i32(1), i32(0)
-        while number < num_steps:
-            step = i32(base + program_at + number * STEP_BYTES)
-            slot, parity = ask_step(base, step, slot, parity)
-            number = i32(number + 1)
+        head, free, tail, number, i = i32(0), i32(ring), i32(0), i32(0), i32(0)
+        while i < num_steps:
+            step = i32(base + program_at + i * STEP_BYTES)
+            head, free, tail, number = ask_step(base, step, head, free, tail, number)
+            i = i32(i + 1)
 
     return ask
 
 
 def ask_rows(tile: ChainTile) -> Any:
     """By one thread: ask for the activations of every product, once they have been written."""
-    slots, slot_bytes, barriers = tile.slots, tile.slot_bytes, tile.barrier_offset
-    program_at, row_bytes = tile.program_offset, tile.rows * BOX_K * 2
-    normed, goal_at = tile.normed_offset, tile.goal_offset
+    barriers, program_at, ring = tile.barrier_offset, tile.program_offset, tile.ring_bytes
+    sizes_at, row_bytes = tile.sizes_offset + 4 * SLOTS, tile.rows * BOX_K * 2
+    normed, goal_at, (_, take) = tile.normed_offset, tile.goal_offset, _places(tile)
 
     @device
-    def ask_step(base, step, slot, parity):
+    def ask_step(base, step, head, free, tail, number):
         map_x, kind = load_shared_b64(i32(step + AT.map_x)), number_of(step, AT.kind)
         blocks, units = number_of(step, AT.blocks), number_of(step, AT.units)
-        num_blocks = quotient(i32(number_of(step, AT.k) + (BOX_K - 1)), BOX_K)
+        num_blocks = quotient(number_of(step, AT.k), BOX_K)
         behind = i32(blocks * number_of(step, AT.box) * (BOX_K * 2))
         if kind & GATED:
             behind = i32(2 * behind)
-        place = i32(block_x() if kind & OWN_NORM else 0)
+        size, copy = i32(behind + blocks * row_bytes), i32(block_x() if kind & OWN_NORM else 0)
         unit = i32(block_x())
         while unit < units:
             block = i32(0)
             while block < num_blocks:
-                at, ready = i32(base + slot * slot_bytes), i32(base + barriers + 8 * slot)
-                barrier_wait(ready + 8 * slots, parity)
+                at, head, free, tail = take(
+                    base, i32(base + sizes_at), size, head, free, tail, number
+                )
+                ready = i32(base + barriers + 8 * (number & (SLOTS - 1)))
                 barrier_expect(ready, blocks * row_bytes)
-                _load_rows(at + behind, map_x, ready, 0, 0, block, place)
-                block = i32(block + blocks)
-                slot, parity = next_slot(slot, parity, slots)
+                _load_rows(base + at + behind, map_x, ready, 0, 0, block, copy)
+                block, number = i32(block + blocks), i32(number + 1)
             unit = i32(unit + num_blocks_x())
-        return slot, parity
+        return head, free, tail, number
 
     @device
     def ask(base, counters, num_steps):
-        slot, parity, number, turn = i32(0), i32(1), i32(0), i32(0)
-        goal = load_shared_b64(i32(base + goal_at))
-        while number < num_steps:
-            step = i32(base + program_at + number * STEP_BYTES)
+        head, free, tail, number, i = i32(0), i32(ring), i32(0), i32(0), i32(0)
+        goal, turn = load_shared_b64(i32(base + goal_at)), i32(0)
+        while i < num_steps:
+            step = i32(base + program_at + i * STEP_BYTES)
             kind = number_of(step, AT.kind)
             if kind & OWN_NORM:
                 barrier_wait(base + normed, turn)
                 turn = i32(turn ^ 1)
-            elif number > 0:
-                grid_wait(counters + i64(number - 1) * COUNTER_BYTES, goal)
+            elif i > 0:
+                grid_wait(counters + i64(i - 1) * COUNTER_BYTES, goal)
             if kind & NORM == 0:
                 global_fence()
-                slot, parity = ask_step(base, step, slot, parity)
-            number = i32(number + 1)
+                head, free, tail, number = ask_step(base, step, head, free, tail, number)
+            i = i32(i + 1)
 
     return ask
 
 
-def multiply_columns(tile: ChainTile) -> Any:
-    """By two warp groups: sums of a thread block's columns at once, left as float32.
+def multiply_columns(tile: ChainTile, blocks: int) -> Any:
+    """By a warp group: sums of its columns, left as float32, from slots of ``blocks`` blocks.
 
     A slot is given back once products of the next one are under way.
     """
-    rows, slots, slot_bytes, pitch = tile.rows, tile.slots, tile.slot_bytes, tile.pitch
-    barriers, sums, constant = tile.barrier_offset, tile.sums_offset, descriptor(1024)
-    multiply = wgmma_stage(rows, (0, 32, 64, 96), (0, 32, 64, 96))
+    rows, pitch, barriers = tile.rows, tile.pitch, tile.barrier_offset
+    sums, (place, _) = tile.ring_bytes, _places(tile)
+    multiply = wgmma_blocks(rows, blocks, descriptor(1024))
     zero, settled, store = wgmma_zero(rows), settle(rows), store_accumulators(rows, pitch)
 
     @device
-    def products(base, thread, width, blocks, k, slot, parity):
-        """Of a group that has columns."""
-        total, group_at = zero(), i32((thread >> 7) * (64 * BOX_K * 2))
-        at_k, block, previous = i32(0), i32(0), i32(-1)
-        a = b = i32(0)
-        while at_k < k:
-            if block == 0:
-                barrier_wait(base + barriers + 8 * slot, parity)
-                a = i32(base + slot * slot_bytes)
-                b = i32(a + blocks * width * (BOX_K * 2))
-            total = multiply(
-                total,
-                i64(constant) | i64(((a + group_at) & 0x3FFFF) >> 4),
-                i64(constant) | i64((b & 0x3FFFF) >> 4),
-            )
+    def give_back(base, thread, number):
+        if thread & 31 == 0:
+            barrier_arrive(base + barriers + 8 * SLOTS + 8 * (number & (SLOTS - 1)))
+
+    @device
+    def products(base, thread, width, k, head, number):
+        total, step, group_at = zero(), i32(width * (BOX_K * 2)), i32((thread >> 7) * 8192)
+        size, left = i32(blocks * (step + rows * BOX_K * 2)), quotient(k, BOX_K)
+        first, behind = number, i32(blocks * step)
+        while left > 0:
+            at = i32(base + place(head, size))
+            _wait(base, barriers, number, 0)
+            a, b = i32(at + group_at & 0x3FFFF), i32(at + behind & 0x3FFFF)
+            total = multiply(total, a >> 4, b >> 4, step >> 4)
             wgmma_wait1()
-            if block == 0 and previous >= 0 and thread & 31 == 0:
-                barrier_arrive(base + barriers + 8 * (slots + previous))
-            a, b = i32(a + width * (BOX_K * 2)), i32(b + rows * (BOX_K * 2))
-            at_k, block = i32(at_k + BOX_K), i32(block + 1)
-            if block == blocks or at_k >= k:
-                previous, block = slot, i32(0)
-                slot, parity = next_slot(slot, parity, slots)
+            if number > first:
+                give_back(base, thread, i32(number - 1))
+            head, left, number = i32(at - base + size), i32(left - blocks), i32(number + 1)
         wgmma_wait0()
         total = settled(total)
         row, column = (thread & 3) * 2, (thread >> 5) * 16 + (thread >> 2 & 7)
         store(total, i32(base + sums + row * pitch + column * 4))
-        if thread & 31 == 0:
-            barrier_arrive(base + barriers + 8 * (slots + previous))
-        return slot, parity
+        give_back(base, thread, i32(number - 1))
+        return head, number
+
+    return products
+
+
+def pass_columns(tile: ChainTile) -> Any:
+    """By a warp group that has no columns: it gives back what it has not read."""
+    barriers, row_bytes, (place, _) = tile.barrier_offset, tile.rows * BOX_K * 2, _places(tile)
 
     @device
-    def passes(base, thread, blocks, k, slot, parity):
-        """Of a group that has none: it gives back what it has not read."""
-        at_k = i32(0)
-        while at_k < k:
-            full = i32(base + barriers + 8 * slot)
-            barrier_wait(full, parity)
+    def passes(base, thread, width, blocks, k, head, number):
+        size, left = i32(blocks * (width * (BOX_K * 2) + row_bytes)), quotient(k, BOX_K)
+        while left > 0:
+            head = i32(place(head, size) + size)
+            _wait(base, barriers, number, 0)
             if thread & 31 == 0:
-                barrier_arrive(full + 8 * slots)
-            slot, parity = next_slot(slot, parity, slots)
-            at_k = i32(at_k + blocks * BOX_K)
-        return slot, parity
+                barrier_arrive(base + barriers + 8 * SLOTS + 8 * (number & (SLOTS - 1)))
+            left, number = i32(left - blocks), i32(number + 1)
+        return head, number
 
-    return products, passes
+    return passes

@@ -88,8 +88,8 @@ class NormTile(StepTile):
 
 
 def _tile(columns: int, held: int, room: int, *, gated: bool = False, blocks: int = 1) -> NormTile:
-    """As many stages as fit: of 128 elements of K, or of 64 where that makes too few."""
-    for k_block in (64,) if gated else (128, 64):
+    """As many stages as fit, of the longest with which there are five."""
+    for k_block in (256, 128, 64):
         tile = NormTile(8, columns, k_block, 1, gated, held=held, min_blocks=blocks)
         tile = replace(tile, stages=(room - tile.room - tile.behind) // tile.stage_bytes)
         if tile.stages >= 5:
@@ -98,12 +98,13 @@ def _tile(columns: int, held: int, room: int, *, gated: bool = False, blocks: in
 
 
 NORM_TILES: dict[str, NormTile] = {
-    f"c{columns}_{held}": _tile(columns, held, BESIDE_ATTENTION)
+    f"c{columns}_{held}": _tile(columns, held, BESIDE_ATTENTION - 1024)
     for columns in FEW_COLUMNS
     for held in (1, NORM_ROWS)
 }
 NORM_TILES |= {
-    f"g{columns}_1": _tile(columns, 1, BESIDE_ATTENTION, gated=True) for columns in GATED_COLUMNS
+    f"g{columns}_1": _tile(columns, 1, BESIDE_ATTENTION - 1024, gated=True)
+    for columns in GATED_COLUMNS
 }
 # One row: three thread blocks an SM, as the product alone. More: one, which normalises them once.
 NORM_TILES |= {

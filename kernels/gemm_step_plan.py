@@ -52,7 +52,7 @@ class StepTile:
     columns : int
         Rows of the weight matrix, a multiple of 8; 64, or what is left, for each warp group.
     k_block, stages : int
-        Elements of K in a stage of shared memory (64 or 128), and stages.
+        Elements of K in a stage of shared memory (64, 128 or 256), and stages.
     gated : bool
         The matrix holds gate rows, then as many up rows; the tile takes ``columns / 2`` of each.
     sharers : int
@@ -210,15 +210,18 @@ FEW_ROWS = 32
 FEW_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128)
 GATED_COLUMNS = (32, 64, 96, 128, 160, 192)
 """The same of gated tiles, ``g32`` … ``g192``, gates and ups together."""
-BESIDE_ATTENTION = 149 << 10
+BESIDE_ATTENTION = 145 << 10
 """Shared memory of a thread block that finds room beside one of decode attention: an SM has 228 KB,
-each thread block takes 1 KB more than it asks for, and ``attention_step`` asks for 75."""
+each thread block takes 1 KB more than it asks for, and ``attention_step`` asks for up to 81."""
 _ALONE = 200 << 10
 
 
 def _stages(columns: int, rows: int, room: int) -> tuple[int, int]:
-    """``k_block`` and stages: of 128 elements of K, or of 64 where that makes too few."""
-    for k_block in (128, 64):
+    """``k_block`` and stages: the longest with which there are five.
+
+    Between two stages the tensor core pauses for some 60 clocks, and it takes 420 for 256 of K.
+    """
+    for k_block in (256, 128, 64):
         stages = room // ((columns + rows) * k_block * 2)
         if stages >= 5:
             break
@@ -229,7 +232,8 @@ def _column_tile(columns: int, rows: int) -> StepTile:
     """A tile of ``c<columns>``. 128 rows are bound by what an SM takes in, the least for tiles as
     wide as they are high."""
     if rows < 128:
-        tile = StepTile(rows, columns, *_stages(columns, rows, BESIDE_ATTENTION))
+        room = BESIDE_ATTENTION - 1024  # for barriers
+        tile = StepTile(rows, columns, *_stages(columns, rows, room))
         while tile.shared_bytes > BESIDE_ATTENTION:  # with what lies behind the last stage
             tile = replace(tile, stages=tile.stages - 1)
         return tile

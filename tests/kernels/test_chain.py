@@ -36,12 +36,12 @@ EPS = np.float32(1e-6)
 def test_every_tile_fits_beside_attention() -> None:
     for rows, tile in CHAIN_TILES.items():
         assert tile.shared_bytes <= BESIDE_ATTENTION
-        assert tile.slot_bytes % 1024 == 0, "the swizzle's period"
-        assert tile.slots >= 6
+        assert tile.ring_bytes % 1024 == 0, "the swizzle's period"
         assert tile.rows == rows
-        assert 2 * tile.slots < 320
         for columns in range(8, WIDTH + 1, 8):
-            assert tile.blocks(columns) * (columns + rows) * 128 <= tile.slot_bytes
+            size = tile.blocks(columns) * tile.block_bytes(columns)
+            assert size % 1024 == 0
+            assert 5 * size <= tile.ring_bytes
 
 
 @given(columns=st.integers(8, 300_000), num_blocks=st.integers(1, 200), gated=st.booleans())
