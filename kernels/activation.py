@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from atlas_kernels._cuda import device, f32
-from atlas_kernels.gates import sigmoid
+from atlas_kernels.gates import sigmoid, sigmoid_gated
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_math import divide, minimum
 from atlas_kernels.ptx_warp import block_x, block_y, thread_x
@@ -121,11 +121,6 @@ def make_gelu_tanh_and_mul(rows: Access) -> Any:
     return _gated(rows, gelu_tanh_mul)
 
 
-@device
-def _sigmoid_gate(value, gate):
-    return value * sigmoid(gate)
-
-
 @kernel(
     "sigmoid_gate", args="ptr ptr ptr i32 i64 i64 i64", threads=THREADS, variants=row_variants()
 )
@@ -135,7 +130,7 @@ def make_sigmoid_gate(rows: Access) -> Any:
     Source: Qiu et al., "Gated Attention for Large Language Models" (2025), arXiv 2505.06708.
     """
     load, store, item, width = rows.load, rows.store, rows.item_bytes, rows.width
-    apply = over_pairs(_sigmoid_gate, width)
+    apply = over_pairs(sigmoid_gated, width)
 
     def sigmoid_gate(x, gate, out, dim, x_stride, gate_stride, out_stride):
         launch_dependents()

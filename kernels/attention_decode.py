@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from atlas_kernels._cuda import i64
 from atlas_kernels.attention_decode_body import attention_body
 from atlas_kernels.attention_decode_layout import THREADS, resident_blocks, shared_bytes
 from atlas_kernels.attention_fresh import stored_rows
@@ -64,7 +65,7 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
         attend(
             q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,
             heads, kv_heads, max_rows, room, window, table_stride, q_stride, out_stride, scale,
-            softcap, (),
+            softcap, i64(0), i64(0), (),
         )  # fmt: skip
 
     return attention_decode

@@ -22,11 +22,12 @@ from atlas_kernels.attention_decode_parts import (
     add_part,
     combine_splits,
     empty_row,
+    gated_words,
+    output_words,
     row_words,
-    store_output,
     store_rows,
 )
-from atlas_kernels.attention_fresh import FreshRows
+from atlas_kernels.attention_fresh import FreshRows, queries_copy
 from atlas_kernels.attention_held import NOT_HELD, held_blocks
 from atlas_kernels.attention_plan import SPLIT
 from atlas_kernels.kv_store import BLOCK_LEN
@@ -49,9 +50,11 @@ from atlas_kernels.ptx_memory import (
     load_f32x2,
     load_f32x4,
     load_shared_b32,
+    load_shared_b32x2,
     load_shared_f32x2,
     load_shared_f32x4,
     store_b32,
+    store_b32x2,
     store_f32x2,
     store_f32x4,
     store_shared_b32,
@@ -108,6 +111,8 @@ def attention_body(
     - ``last_key``: (positions, sequence, row) → the last key that a row sees;
     - ``held``: how many of the two blocks after those in a warp's buffers wait in registers.
 
+    Unless ``gate`` is 0, whoever writes a row's output multiplies it by its gates' sigmoid.
+
     It waits for the kernels before. What the host copied for the step (``tables``, ``cu_rows``,
     ``positions``) is read before that; so are the pools where the step's own keys and values are
     apart, since all that is then read of them is older than the step.
@@ -132,7 +137,8 @@ def attention_body(
     no_maxima, scale_maxima = tile_fill(2 * tiles, MASKED), vector_scale(2 * tiles)
     store_values = tile_store(dim, tiles, part_pitch)
     load_rows, put_rows = row_words(tiles), store_rows(tiles)
-    copied = copy_wait(2 * depth - 1)
+    copied, all_copied = copy_wait(2 * depth - 1), copy_wait(0)
+    copy_gates = queries_copy(dim, tiles)
     combine = combine_splits(dim)
     first_fresh, ask, bring = rows_apart.first, rows_apart.ask, rows_apart.bring
     store_fresh, patch = rows_apart.store, rows_apart.patch
@@ -170,7 +176,7 @@ def attention_body(
     def attend(
         q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,
         heads, kv_heads, max_rows, room, window, table_stride, q_stride, out_stride, scale, softcap,
-        fresh,
+        gate, gate_stride, fresh,
     ):  # fmt: skip
         group = quotient(heads, kv_heads)
         row_groups = quotient(max_rows * group + (rows - 1), rows)
@@ -312,15 +318,20 @@ def attention_body(
             if warp == i32((latest >> 4) + 1) & (WARPS - 1):  # the next block's: it is ahead
                 store_fresh(base, fresh, kv_heads, fresh_at, split, pools)
             totals = sum_lanes(totals)
-            sync_threads()  # the buffers are free
+            sync_threads()  # the buffers are free, and the place of the queries
+            done = i32(split - first_split)
+            is_output = workers == 1 and done == num_splits - 1
+            if gate != 0 and is_output:
+                copy_gates(base, gate, gate_stride, fresh_at)
+                copy_commit()
             at = base + (warp * rows + (lane >> 2)) * part_pitch + (lane & 3) * 8
             store_values(values, at)
             if lane & 3 == 0:
                 at = base + row_sums + (warp * rows + (lane >> 2)) * 8
                 put_rows(at, scale_maxima(maxima, factor))
                 put_rows(at + 4, totals)
+            all_copied()
             sync_threads()
-            done = i32(split - first_split)
             item, end = thread_x(), i32(count * vectors)
             while item < end:
                 row = quotient(item, vectors)
@@ -335,11 +346,15 @@ def attention_body(
                         state = pair[0], pair[1], before
                     maximum, total, columns = add_part(state, (maximum, total), columns)
                 at = place + row + (done & 1 if workers == 1 else done) * step
-                if workers == 1 and done == num_splits - 1:
+                if is_output:
                     token = quotient(begin + row, group)
                     target = out + i64(first_row + token) * out_stride + column * 2
                     target += i64(head * group + begin + row - token * group) * (2 * dim)
-                    store_output(target, columns, total)
+                    words = output_words(columns, total)
+                    if gate != 0:
+                        gates = load_shared_b32x2(base + q_at + row * pitch + column * 2)
+                        words = gated_words(words, gates)
+                    store_b32x2(target, words)
                 else:
                     store_f32x4(partials + (at * dim + column) * 4, columns)
                     if column == 0:
@@ -361,8 +376,11 @@ def attention_body(
                     store_b32(counters + i64(block_x()) * 4, 0)
                 for row in range(warp, count, WARPS):
                     token = quotient(begin + row, group)
-                    target = out + i64(first_row + token) * out_stride
-                    target += i64(head * group + begin + row - token * group) * (2 * dim)
-                    combine(partials, sums, place + row, step, num_splits, target)
+                    of_head = i64(head * group + begin + row - token * group) * (2 * dim)
+                    target = out + i64(first_row + token) * out_stride + of_head
+                    gates_at = i64(0)
+                    if gate != 0:
+                        gates_at = gate + i64(first_row + token) * gate_stride + of_head
+                    combine(partials, sums, place + row, step, num_splits, target, gates_at)
 
     return attend

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from atlas_kernels._cuda import device, f32
-from atlas_kernels.ptx_math import fast_exp2, fast_reciprocal, fma, pack_bf16
+from atlas_kernels._cuda import device, f32, i32
+from atlas_kernels.gates import sigmoid_gated
+from atlas_kernels.ptx_math import fast_exp2, fast_reciprocal, fma, pack_bf16, unpack_bf16
 from atlas_kernels.ptx_memory import (
+    load_b32x2,
     load_l2_f32x2,
     load_l2_f32x4,
     load_shared_b32,
@@ -86,22 +88,38 @@ def empty_row():
 
 
 @device
-def store_output(address, values, total):
-    """Four columns divided by the row's sum, as bf16."""
+def output_words(values, total):
+    """Four columns divided by the row's sum, as bf16 in two words."""
     share = fast_reciprocal(total)
     low = pack_bf16(values[0] * share, values[1] * share)
-    store_b32x2(address, (low, pack_bf16(values[2] * share, values[3] * share)))
+    return low, pack_bf16(values[2] * share, values[3] * share)
+
+
+@device
+def _gated_word(word, gate):
+    values, gates = unpack_bf16(word), unpack_bf16(gate)
+    return pack_bf16(sigmoid_gated(values[0], gates[0]), sigmoid_gated(values[1], gates[1]))
+
+
+@device
+def gated_words(words, gates):
+    """``sigmoid_gate`` of four columns, which are rounded already, and of their gates."""
+    return _gated_word(words[0], gates[0]), _gated_word(words[1], gates[1])
 
 
 def combine_splits(dim: int) -> Any:
     """A device function: a warp adds up the partial results of a row, splits ascending.
 
-    ``step`` is the distance, in rows, from a split's partial result to the next one's.
+    ``step`` is the distance, in rows, from a split's partial result to the next one's; ``gate``
+    the address of the row's gates, or 0.
     """
 
     @device
-    def combine(partials, sums, row, step, num_splits, out):
+    def combine(partials, sums, row, step, num_splits, out, gate):
         for column in range(lane_id() * 4, dim, 128):
+            gates = i32(0), i32(0)
+            if gate != 0:
+                gates = load_b32x2(gate + column * 2)
             state = empty_row()
             source, pair = partials + (row * dim + column) * 4, sums + row * 8
             left = num_splits
@@ -130,6 +148,9 @@ def combine_splits(dim: int) -> Any:
             while left > 0:
                 state = add_part(state, load_l2_f32x2(pair), load_l2_f32x4(source))
                 pair, source, left = pair + step * 8, source + step * (dim * 4), left - 1
-            store_output(out + column * 2, state[2], state[1])
+            words = output_words(state[2], state[1])
+            if gate != 0:
+                words = gated_words(words, gates)
+            store_b32x2(out + column * 2, words)
 
     return combine

@@ -5,7 +5,8 @@ own keys and values, which are not in the pools yet, taken from k and v. Every t
 the queries and the new keys that it needs, in shared memory; whichever has the split of a row's own
 position writes that row's key and value into the pools. The pools are read before the first new
 position alone, so it does not matter when. Two kernels less a layer, and the bits of
-``norm_rope_kv_store`` or ``rope_kv_store`` followed by ``attention_decode``.
+``norm_rope_kv_store`` or ``rope_kv_store`` followed by ``attention_decode``. With an output gate
+three less, and those of ``sigmoid_gate`` after them.
 
 The rows of a sequence stand at positions that follow each other, at most ``fresh_rows`` of them.
 """
@@ -210,8 +211,8 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
 
 
 _ARGS = (
-    "ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr"
-    " i32 i32 i32 i32 i32 i32 i32 i64 i64 i64 i64 f32 f32 f32"
+    "ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr"
+    " i32 i32 i32 i32 i32 i32 i32 i64 i64 i64 i64 i64 f32 f32 f32"
 )
 
 
@@ -237,6 +238,8 @@ def make_attention_step(dim: int, tiles: int, held: int = 0) -> Any:
 
     Grid and arguments as in ``attention_decode``, and
 
+    - ``gate`` bf16 [T, H, K], or 0: what was attended, rounded, is multiplied by its sigmoid, with
+      the bits of ``sigmoid_gate``;
     - ``q_weight``, ``k_weight`` float32 [K], or 0: norms of the heads, with ``eps``;
     - ``table`` float32 [P, 2, half]: cosines, then sines, of the first 2 · ``half`` dimensions;
     - ``slots`` int32 [T]: where keys and values go; a negative one is not written;
@@ -248,15 +251,16 @@ def make_attention_step(dim: int, tiles: int, held: int = 0) -> Any:
     attend = attention_body(dim, tiles, _fresh(dim, tiles), held=held)
 
     def attention_step(
-        q, k, v, q_weight, k_weight, table, slots, k_pool, v_pool, out, tables, cu_rows, positions,
-        partials, sums, counters, heads, kv_heads, half, max_rows, room, window, table_stride,
-        q_stride, k_stride, v_stride, out_stride, scale, softcap, eps,
+        q, k, v, gate, q_weight, k_weight, table, slots, k_pool, v_pool, out, tables, cu_rows,
+        positions, partials, sums, counters, heads, kv_heads, half, max_rows, room, window,
+        table_stride, q_stride, k_stride, v_stride, gate_stride, out_stride, scale, softcap, eps,
     ):  # fmt: skip
         launch_dependents()
         attend(
             q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,
             heads, kv_heads, max_rows, room, window, table_stride, q_stride, out_stride, scale,
-            softcap, (k, v, q_weight, k_weight, table, slots, half, k_stride, v_stride, eps),
+            softcap, gate, gate_stride,
+            (k, v, q_weight, k_weight, table, slots, half, k_stride, v_stride, eps),
         )  # fmt: skip
 
     return attention_step

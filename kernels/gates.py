@@ -1,4 +1,4 @@
-"""The gates of recurrent layers: softplus, sigmoid and silu of float32, and a head's decay."""
+"""Gates of layers: softplus, sigmoid and silu of float32, and a recurrent head's decay."""
 
 from __future__ import annotations
 
@@ -35,6 +35,12 @@ def softplus(x):
 def sigmoid(x):
     """1 / (1 + e^−x)."""
     return divide(_ONE, minimum(_ONE + f32(math.exp(-x)), _LARGE))
+
+
+@device
+def sigmoid_gated(value, gate):
+    """value · σ(gate)."""
+    return value * sigmoid(gate)
 
 
 @device

@@ -19,6 +19,8 @@ from atlas.ops.blocks import HostMatrix
 from tests.kernels.launches import Bench, decode, encode
 from tests.ops.cases import Case
 
+_STEP_FLOAT32 = {"q_norm", "k_norm", "rope_table"}
+_STEP_OLDER = {"slots", "block_tables", "cu_rows", "positions", "k_pool", "v_pool"} | _STEP_FLOAT32
 _FLOAT32 = {
     "rmsnorm": {"weight"},
     "layernorm": {"weight", "bias"},
@@ -34,7 +36,8 @@ _FLOAT32 = {
     "rmsnorm_linear": {"norm", "bias"},
     "rmsnorm_linear_gated": {"norm", "bias"},
     "prepare_heads": {"q_norm", "k_norm", "rope_table"},
-    "attention_step": {"q_norm", "k_norm", "rope_table"},
+    "attention_step": _STEP_FLOAT32,
+    "attention_step_gated": _STEP_FLOAT32,
     "moe_route": {"scores", "weights", "bias"},
     "moe_router": {"norm", "scores", "weights", "bias"},
     "gated_rmsnorm": {"x", "weight"},
@@ -52,10 +55,8 @@ _FLOAT32 = {
 }  # fmt: skip
 _WITHOUT_GAPS = {"weights", "weight", "conv_weight", "table", "values"}
 _OLDER = {
-    "attention_step": {
-        "q_norm", "k_norm", "rope_table", "slots", "block_tables", "cu_rows", "positions",
-        "k_pool", "v_pool",
-    },
+    "attention_step": _STEP_OLDER,
+    "attention_step_gated": _STEP_OLDER,
     "cross_attention": {"source_tables", "cu_rows", "source_lens", "k_pool", "v_pool"},
     "layernorm": {"weight", "bias"},
     "moe_router": {"norm", "slots"},

@@ -46,7 +46,7 @@ _NOTHING_TO_DO = (
 class Memory:
     """Device memory: allocations with gaps in between, filled with NaN bits."""
 
-    data: Array = field(default_factory=lambda: np.full(1 << 22, 0xFF, np.uint8))
+    data: Array = field(default_factory=lambda: np.full(1 << 23, 0xFF, np.uint8))
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     constants: set[int] = field(default_factory=set)

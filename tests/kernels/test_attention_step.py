@@ -1,16 +1,30 @@
-"""The fused kernel of the step against the kernels that it stands for, bit by bit."""
+"""The fused kernel of the step against the kernels that it stands for, bit by bit.
+
+Without an output gate and with one, which ``sigmoid_gate`` applies where it is a kernel of its own.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 from atlas_kernels.attention_plan import HELD_DIMS, step_variant
 
-from tests.kernels.launches import Bench, Buffer, rounded
+from atlas.backends.cuda.activation import sigmoid_gate
+from atlas.backends.cuda.attention import attention_step, attention_step_gated
+from atlas.ops import OPS
+from atlas.ops.attention import step_then_gate
+from tests.kernels.launches import Bench, Buffer, machine_bench, rounded
+from tests.kernels.op_launches import BenchQueue, run_op
+from tests.ops import cases
 
 EPS = np.float32(1e-6)
+APART = {"attention_step": attention_step, "sigmoid_gate": sigmoid_gate}
 
 
 @dataclass(frozen=True)
@@ -40,6 +54,7 @@ LAYERS = [
     Layer(((511, 2),), 2, 1, 256, 128),
     Layer(((13, 4),), 2, 2, 128, 24),
     Layer(((29, 6),), 1, 1, 128, 48, is_normed=False),
+    Layer(((600, 1), (30, 2)), 16, 2, 256, 32),
 ]
 
 
@@ -70,6 +85,8 @@ class Given:
                     self.values[table[block], :, max(0, first - block * 16) :] = np.nan
         total = (layer.heads + 2 * layer.kv_heads) * layer.dim
         self.qkv = _normal(len(positions), total, seed=1)
+        self.gate_values = 3 * _normal(len(positions), layer.heads * layer.dim, seed=5)
+        self.gate_values[0, :4] = -np.inf, np.inf, -120.0, 0.0
         self.positions, self.slots = bench.put_early(positions), bench.put_early(slots)
         self.cu_rows = bench.put_early(np.cumsum([0, *(count for _, count in layer.rows)]))
         self.block_tables = bench.put_early(self.tables)
@@ -99,8 +116,20 @@ class Given:
         places = [self.bench.empty(shape, "f32").address for shape in shapes]
         return [*places, self.bench.put_ints(np.zeros(groups))]
 
-    def apart(self, tile: int, workers: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The kernels one after the other: out, pools."""
+    def gated(self, attended: Buffer) -> np.ndarray:
+        """What ``sigmoid_gate`` makes of it."""
+        gate, out = self.gates(), self.bench.empty(self.gate_values.shape, "bf16", pad=24)
+        dim = self.gate_values.shape[1]
+        args = [attended.address, gate.address, out.address, dim]
+        args += [attended.stride, gate.stride, out.stride]
+        self.bench.run("sigmoid_gate_bf16", (len(self.qkv), -(-dim // (256 * 8))), args)
+        return self.bench.get(out)
+
+    def gates(self) -> Buffer:
+        return self.bench.put(self.gate_values, "bf16", pad=8)
+
+    def apart(self, tile: int, workers: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """The kernels one after the other: out, the same gated, pools."""
         layer, bench, pools = self.layer, self.bench, self.pools()
         qkv = bench.put(self.qkv, "bf16", pad=8)
         q, k, v = self.columns(qkv)
@@ -120,21 +149,26 @@ class Given:
         args += [self.room, layer.window, self.tables.shape[1], qkv.stride, out.stride]
         args += [np.float32(layer.dim**-0.5), np.float32(layer.softcap)]
         bench.run(f"attention_decode_d{layer.dim}_r{tile}", (groups, workers), args)
-        return bench.get(out), [bench.get(pool) for pool in pools]
+        return bench.get(out), self.gated(out), [bench.get(pool) for pool in pools]
 
-    def fused(self, tile: int, workers: int, form: str) -> tuple[np.ndarray, list[np.ndarray]]:
+    def fused(
+        self, tile: int, workers: int, form: str, *, is_gated: bool
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
         """One kernel: out, pools; q, k and v must stay as they are."""
         layer, bench, pools = self.layer, self.bench, self.pools()
         for pool in pools:
             bench.early(pool.address)
         qkv = bench.put(self.qkv, "bf16", pad=8)
         out = bench.empty((len(self.qkv), layer.heads * layer.dim), "bf16", pad=24)
-        groups = self.groups(tile)
-        args = [*self.columns(qkv), *self.norms, self.angles.address, self.slots]
+        groups, gate, gate_stride = self.groups(tile), 0, 0
+        if is_gated:
+            buffer = self.gates()
+            gate, gate_stride = buffer.address, buffer.stride
+        args = [*self.columns(qkv), gate, *self.norms, self.angles.address, self.slots]
         args += [*(pool.address for pool in pools), out.address, self.block_tables, self.cu_rows]
         args += [self.positions, *self.scratch(groups), layer.heads, layer.kv_heads, layer.half]
         args += [layer.most, self.room, layer.window, self.tables.shape[1]]
-        args += [qkv.stride] * 3 + [out.stride]
+        args += [qkv.stride] * 3 + [gate_stride, out.stride]
         args += [np.float32(layer.dim**-0.5), np.float32(layer.softcap), EPS]
         bench.run(f"attention_step_d{layer.dim}_r{tile}{form}", (groups, workers), args)
         np.testing.assert_array_equal(bench.get(qkv), self.qkv)
@@ -151,14 +185,60 @@ class Given:
 def test_one_kernel_has_the_bits_of_two(bench: Bench, layer: Layer, workers: int) -> None:
     given = Given(bench, layer)
     tile = 32 if layer.most > 4 else 16
-    out, pools = given.apart(16, workers)
+    out, gated, pools = given.apart(16, workers)
+    assert not np.array_equal(gated, out)
     forms = ["", "_held"] if tile == 16 and layer.dim in HELD_DIMS else [""]
     for form in forms:
-        got, got_pools = given.fused(tile, workers, form)
-        assert np.isfinite(got).all()
-        np.testing.assert_array_equal(got, out)
-        for pool, want in zip(got_pools, pools, strict=True):
-            np.testing.assert_array_equal(pool, want)
+        for is_gated in (False, True):
+            got, got_pools = given.fused(tile, workers, form, is_gated=is_gated)
+            assert np.isfinite(got).all()
+            np.testing.assert_array_equal(got, gated if is_gated else out)
+            for pool, want in zip(got_pools, pools, strict=True):
+                np.testing.assert_array_equal(pool, want)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_warp_needs_to_be_first(ptx_of: Callable[[str], str], workers: int) -> None:
+    """Warps one after the other, from either end: gates over queries that are needed would show."""
+    results = []
+    for order in (0, 1, -1):
+        given = Given(machine_bench(ptx_of, order), Layer(((511, 2),), 2, 1, 64, 32))
+        results.append(given.fused(16, workers, "", is_gated=True)[0])
+    np.testing.assert_array_equal(results[1], results[0])
+    np.testing.assert_array_equal(results[2], results[0])
+
+
+@pytest.mark.parametrize(
+    ("which", "shift", "kernels"),
+    [
+        (0, 0, ["attention_step_d64_r16"]),
+        (0, 4, ["attention_step_d64_r16", "sigmoid_gate_bf16_scalar"]),
+        (1, 0, ["rope_kv_store_bf16", "attention_decode_d64_r32", "sigmoid_gate_bf16"]),
+    ],
+    ids=["few rows", "gates not aligned", "many rows"],
+)
+def test_which_kernels_the_op_launches(
+    bench: Bench, which: int, shift: int, kernels: list[str]
+) -> None:
+    """And that it gives the bits of the two ops."""
+    case = list(cases.attention_step_gated())[which]
+    gate = np.pad(case.args[3], ((0, 0), (shift, 0)))
+    case = replace(case, args=(*case.args[:3], gate, *case.args[4:]))
+    names, results = list(inspect.signature(OPS["attention_step_gated"]).parameters), []
+    for op in (attention_step_gated, partial(step_then_gate, APART)):
+        queue = BenchQueue(bench, "sm_80")
+        call = partial(_with_shifted_gates, op, shift)
+        results.append((run_op(queue, "attention_step_gated", call, names, case), queue.launched))
+    assert results[0][1] == kernels
+    for key, want in results[1][0].items():
+        np.testing.assert_array_equal(results[0][0][key], want)
+
+
+def _with_shifted_gates(
+    op: Callable[..., None], shift: int, queue: Any, q: Any, k: Any, v: Any, gate: Any, *args: Any,
+    **outs: Any,
+) -> None:  # fmt: skip
+    op(queue, q, k, v, gate[:, shift:], *args, **outs)
 
 
 def test_few_thread_blocks_hold_keys_in_registers() -> None:

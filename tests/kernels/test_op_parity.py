@@ -25,6 +25,7 @@ ROUNDED_INSIDE = {
     "cross_attention": 4e-3,
     "attention_prefill": 4e-3,
     "attention_step": 4e-3,
+    "attention_step_gated": 8e-3,
     "prepare_heads": 4e-3,
     "linear_add": 4e-3,
     "linear_gated": 1e-2,
@@ -46,7 +47,10 @@ REFUSED = (
 
 def _on_machine(op: str, case: cases.Case) -> bool:
     """Small enough for the PTX machine."""
-    heavy = {"attention_prefill", "attention_step", "encoder_attention", "cross_attention"}
+    heavy = {
+        "attention_prefill", "attention_step", "attention_step_gated", "encoder_attention",
+        "cross_attention",
+    }  # fmt: skip
     sizes = [a.rows * a.cols for a in case.args if isinstance(a, HostMatrix)]
     return (
         max(sizes, default=0) <= 49_152

@@ -115,6 +115,24 @@ def test_a_fused_op_makes_way_for_a_replaced_part(loaded: LoadedModel, name: str
 
 
 @pytest.mark.contract("circuit.set_forward")
+@pytest.mark.parametrize("name", ["attention_step", "sigmoid_gate", "attention_step_gated"])
+def test_attention_with_its_gate_makes_way_for_either(name: str) -> None:
+    own, rows = implementations("cpu")[name], []
+
+    @wraps(own)
+    def counted(queue: Any, *args: Any, **kwargs: Any) -> None:
+        rows.append(len(args[0]))
+        own(queue, *args, **kwargs)
+
+    counted.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
+    with random_model("delta") as loaded:
+        before = logits_of(loaded)
+        circuit_of(loaded).set_forward(ForwardSelection(ops={name: counted}))
+        np.testing.assert_array_equal(logits_of(loaded), before)
+    assert 1 in rows
+
+
+@pytest.mark.contract("circuit.set_forward")
 def test_what_is_not_offered_is_refused_and_changes_nothing(loaded: LoadedModel) -> None:
     before, circuit = circuit_of(loaded).disclosure(), circuit_of(loaded)
 

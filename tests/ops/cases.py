@@ -390,6 +390,11 @@ def attention_prefill() -> Iterator[Case]:
             )
 
 
+_ENDS = ((1, 1), (15, 15), (16, 1), (17, 17), (255, 2), (256, 1), (257, 18), (530, 3))
+"""Last position and rows of sequences that end just before, at and after block, segment and tile
+edges."""
+
+
 def _attention_case(
     rng: np.random.Generator,
     dim: int,
@@ -398,9 +403,8 @@ def _attention_case(
     window: int | None,
     cap: float | None,
     dtype: str,
+    lengths: tuple[tuple[int, int], ...] = _ENDS,
 ) -> Case:
-    # Sequences that end just before, at and after block, segment and tile edges.
-    lengths = [(1, 1), (15, 15), (16, 1), (17, 17), (255, 2), (256, 1), (257, 18), (530, 3)]
     most = 34
     blocks = sum(-(-end // 16) for end, _ in lengths)
     tables = np.full((len(lengths), most), 2**31 - 1, np.int32)
@@ -535,6 +539,22 @@ def attention_step() -> Iterator[Case]:
     yield replace(still, id=f"{still.id}-unrotated", args=args)
 
 
+def attention_step_gated() -> Iterator[Case]:
+    few = ((17, 2), (0, 0), (256, 1), (530, 3))
+    for n, (dim, heads, kv_heads, norm, window, lengths) in enumerate(
+        [
+            (64, 4, 2, True, None, few),
+            (64, 3, 3, False, 40, _ENDS),
+            (128, 4, 1, False, None, few),
+            (256, 8, 1, True, None, few),
+        ]
+    ):
+        rng = _rng(42, n)
+        case = _step_case(rng, dim, heads, kv_heads, norm, window, None, "float32", lengths)
+        gate = _strided(rng, len(case.args[0]), heads * dim) * 4
+        yield replace(case, args=(*case.args[:3], gate, *case.args[3:]))
+
+
 def _step_case(
     rng: np.random.Generator,
     dim: int,
@@ -544,9 +564,10 @@ def _step_case(
     window: int | None,
     cap: float | None,
     dtype: str,
+    lengths: tuple[tuple[int, int], ...] = _ENDS,
 ) -> Case:
     """An attention case whose own keys and values are still to be stored."""
-    given = _attention_case(rng, dim, heads, kv_heads, window, cap, dtype)
+    given = _attention_case(rng, dim, heads, kv_heads, window, cap, dtype, lengths)
     q, k_pool, v_pool, tables, cu_rows, positions, scale, _, _ = given.args
     k, v = (_strided(rng, len(q), kv_heads, dim) for _ in range(2))
     seqs = np.repeat(np.arange(len(cu_rows) - 1), np.diff(cu_rows))

@@ -45,9 +45,10 @@ class Attention:
             self._attend_step(ops, step, q, k, v, attended)
         if step.step_rows < len(q):
             self._attend_prompt(ops, step, q, k, v, attended)
-        if self.is_gated:
-            gate = step.qkv[:, -self.num_heads * self.head_dim :]
-            ops.sigmoid_gate(step.attended, gate, out=step.attended)
+            if self.is_gated:
+                rows = slice(step.step_rows, None)
+                flat = step.attended[rows]
+                ops.sigmoid_gate(flat, self._gates(step.qkv[rows]), out=flat)
         if self.post_norm is None:
             self.output.add_to(ops, step.attended, step.hidden)
             return
@@ -59,10 +60,14 @@ class Attention:
         self, ops: Any, step: StepBuffers, q: Array, k: Array, v: Array, out: Array
     ) -> None:
         rows, seqs = slice(0, step.step_rows), slice(0, step.step_seqs)
-        ops.attention_step(
+        attend, gates = ops.attention_step, []
+        if self.is_gated:
+            attend, gates = ops.attention_step_gated, [self._gates(step.qkv[rows])]
+        attend(
             q[rows],
             k[rows],
             v[rows],
+            *gates,
             self.q_norm,
             self.k_norm,
             self.norm_eps,
@@ -109,6 +114,10 @@ class Attention:
             self.softcap,
             out=out[rows],
         )
+
+    def _gates(self, qkv: Array) -> Array:
+        """[T, H·K], behind the heads."""
+        return qkv[:, -self.num_heads * self.head_dim :]
 
     def _heads(self, qkv: Array) -> tuple[Array, Array, Array]:
         """[T, H, K], [T, HK, K], [T, HK, K] views of the fused projection."""

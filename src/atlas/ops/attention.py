@@ -6,9 +6,13 @@ in different orders, each of which depends on nothing but the row's position. Th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas.ops.activation import sigmoid_gate
 from atlas.ops.norm import rmsnorm
 from atlas.ops.rope import rope
 from atlas.ops.spec import op
@@ -118,6 +122,79 @@ def attention_step(
     attention_prefill(
         q, k_pool, v_pool, block_tables, cu_rows, positions, scale, window, softcap, out=out
     )
+
+
+@op
+def attention_step_gated(
+    q: Float,
+    k: Float,
+    v: Float,
+    gate: Float,
+    q_norm: Float | None,
+    k_norm: Float | None,
+    norm_eps: float,
+    rope_table: Float,
+    slots: Int,
+    block_tables: Int,
+    cu_rows: Int,
+    max_rows: int,
+    positions: Int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    *,
+    k_pool: NDArray[np.floating],
+    v_pool: NDArray[np.floating],
+    out: Float,
+) -> None:
+    """:func:`attention_step`, then :func:`~atlas.ops.activation.sigmoid_gate`: the bits of these.
+
+    Parameters
+    ----------
+    gate : float32 [T, H·K]
+        Rows may be strided.
+
+    The others are those of :func:`attention_step`.
+    """
+    attention_step(
+        q, k, v, q_norm, k_norm, norm_eps, rope_table, slots, block_tables, cu_rows, max_rows,
+        positions, scale, window, softcap, k_pool=k_pool, v_pool=v_pool, out=out,
+    )  # fmt: skip
+    flat = out.reshape(gate.shape, copy=False)
+    sigmoid_gate(flat, gate, out=flat)
+
+
+def step_then_gate(
+    functions: Mapping[str, Callable[..., None]],
+    queue: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    gate: Any,
+    q_norm: Any,
+    k_norm: Any,
+    norm_eps: float,
+    rope_table: Any,
+    slots: Any,
+    block_tables: Any,
+    cu_rows: Any,
+    max_rows: int,
+    positions: Any,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    *,
+    k_pool: Any,
+    v_pool: Any,
+    out: Any,
+) -> None:
+    """A backend's :func:`attention_step_gated` as calls of the ops that it stands for."""
+    functions["attention_step"](
+        queue, q, k, v, q_norm, k_norm, norm_eps, rope_table, slots, block_tables, cu_rows,
+        max_rows, positions, scale, window, softcap, k_pool=k_pool, v_pool=v_pool, out=out,
+    )  # fmt: skip
+    flat = out.reshape(gate.shape, copy=False)
+    functions["sigmoid_gate"](queue, flat, gate, out=flat)
 
 
 @op

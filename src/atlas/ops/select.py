@@ -11,10 +11,12 @@ from typing import Any
 
 from atlas.errors import CapabilityError
 from atlas.ops import OPS
+from atlas.ops.attention import step_then_gate
 from atlas.ops.moe import router_in_parts
 from atlas.ops.norm_linear import PRODUCTS, norm_then
 
 _PARTS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "attention_step_gated": (step_then_gate, ("attention_step", "sigmoid_gate")),
     "moe_router": (router_in_parts, ("rmsnorm", "linear", "moe_route")),
     **{
         fused: (partial(norm_then, product), ("rmsnorm", product))

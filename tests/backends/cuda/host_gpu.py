@@ -393,6 +393,13 @@ def _run(name: str, definition: Callable[..., Any], given: dict[str, Any]) -> No
             parameters = inspect.signature(OPS[part]).parameters
             _run(part, OPS[part], {key: given[key] for key in parameters})
         return
+    if name == "attention_step_gated":  # what was attended is rounded before it is gated
+        parameters = inspect.signature(OPS["attention_step"]).parameters
+        _run("attention_step", OPS["attention_step"], {key: given[key] for key in parameters})
+        gate, out = given["gate"], given["out"]
+        flat = out.reshape(gate.shape)
+        _run("sigmoid_gate", OPS["sigmoid_gate"], {"x": flat, "gate": gate, "out": flat})
+        return
     if name in PRODUCTS:  # the norm is rounded before it is read
         given = dict(given)
         x, norm, eps, normed = (given.pop(key) for key in ("x", "norm", "eps", "normed"))

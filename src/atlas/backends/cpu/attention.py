@@ -7,12 +7,15 @@ of rows. Both compute the same bits.
 
 from __future__ import annotations
 
+from functools import partial
+
+from atlas.backends.cpu.activation import sigmoid_gate
 from atlas.backends.cpu.device import Args, Array, Queue, address, float_bits
 from atlas.backends.cpu.norm import rmsnorm
 from atlas.backends.cpu.rope import rope
 from atlas.backends.cpu.target import simd_level
 from atlas.errors import CapabilityError, ShapeError
-from atlas.ops.attention import SEGMENT
+from atlas.ops.attention import SEGMENT, step_then_gate
 from atlas.ops.check import match_dims
 
 _LANES = 16
@@ -82,6 +85,11 @@ def attention_step(
     attention_prefill(
         queue, q, k_pool, v_pool, block_tables, cu_rows, positions, scale, window, softcap, out=out
     )
+
+
+attention_step_gated = partial(
+    step_then_gate, {"attention_step": attention_step, "sigmoid_gate": sigmoid_gate}
+)
 
 
 def attention_prefill(

@@ -23,10 +23,12 @@ from atlas_kernels.attention_plan import (
     wgmma_variant,
 )
 
+from atlas.backends.cuda.activation import sigmoid_gate
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import (
     Args,
     activation_type,
+    is_aligned,
     match,
     require,
     require_contiguous_rows,
@@ -132,12 +134,47 @@ def attention_step(
     v_pool: DeviceArray,
     out: DeviceArray,
 ) -> None:
+    attention_step_gated(
+        queue, q, k, v, None, q_norm, k_norm, norm_eps, rope_table, slots, block_tables, cu_rows,
+        max_rows, positions, scale, window, softcap, k_pool=k_pool, v_pool=v_pool, out=out,
+    )  # fmt: skip
+
+
+def attention_step_gated(
+    queue: Queue,
+    q: DeviceArray,
+    k: DeviceArray,
+    v: DeviceArray,
+    gate: DeviceArray | None,
+    q_norm: DeviceArray | None,
+    k_norm: DeviceArray | None,
+    norm_eps: float,
+    rope_table: DeviceArray,
+    slots: DeviceArray,
+    block_tables: DeviceArray,
+    cu_rows: DeviceArray,
+    max_rows: int,
+    positions: DeviceArray,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    *,
+    k_pool: DeviceArray,
+    v_pool: DeviceArray,
+    out: DeviceArray,
+) -> None:
     sizes = _check_pools(q, k, v, slots, k_pool, v_pool)
     seqs = _check_tables(q, block_tables, cu_rows, positions, out)
     half = match("float32", "P 2 R", rope_table)["R"]
     require_rotation(rope_table, sizes.dim)
     tile = _step_tile(sizes, max_rows)
     is_fused = max_rows <= fresh_rows(sizes.dim, tile) and half % WIDTH == 0
+    gates: Args = (0, 0)
+    if gate is not None:
+        match("bfloat16", f"{sizes.rows} {sizes.heads * sizes.dim}", gate)
+        require_contiguous_rows(gate=gate)
+        if is_fused and is_aligned(16, gate):
+            gates = gate, gate.strides[0]
     norms: Args = (0, 0)
     if q_norm is not None and k_norm is not None:
         match("float32", f"{sizes.dim}", q_norm, f"{sizes.dim}", k_norm)
@@ -155,9 +192,9 @@ def attention_step(
         heads: Args = (sizes.heads, sizes.kv_heads)
         pools: Args = (k_pool, v_pool, out, tables, own_rows, positions, *sweep.scratch)
         if is_fused:
-            args: Args = (q, k, v, *norms, rope_table, slots, *pools, *heads, half, *sweep.numbers)
-            args += (q.strides[0], k.strides[0], v.strides[0], out.strides[0])
-            args += (scale, softcap or 0.0, norm_eps)
+            args: Args = (q, k, v, gates[0], *norms, rope_table, slots, *pools, *heads, half)
+            args += (*sweep.numbers, q.strides[0], k.strides[0], v.strides[0], gates[1])
+            args += (out.strides[0], scale, softcap or 0.0, norm_eps)
             device = queue.device
             variant = step_variant(
                 sizes.dim, tile, sweep.grid[0], arch=device.arch, num_sms=device.num_sms
@@ -167,6 +204,9 @@ def attention_step(
             args = (q, *pools, *heads, *sweep.numbers, q.strides[0], out.strides[0])
             args += (scale, softcap or 0.0)
             queue.launch(f"attention_decode_d{sizes.dim}_r{tile}", sweep.grid, args)
+    if gate is not None and gates[0] == 0:
+        flat = out.reshape(gate.shape)
+        sigmoid_gate(queue, flat, gate, out=flat)
 
 
 @dataclass(frozen=True, slots=True)
