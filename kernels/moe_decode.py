@@ -56,7 +56,7 @@ from atlas_kernels.ptx_math import (
 from atlas_kernels.ptx_memory import (
     dynamic_shared,
     load_b32,
-    load_f32,
+    load_l2_f32,
     load_shared_b32,
     load_shared_f32,
     store_b16,
@@ -333,7 +333,7 @@ def make_moe_down(tile: DecodeTile) -> Any:
         if next_unit == unit and unit < units:
             ask_rest(source, i64(inner) * 2, i64(inner) * 16, i32((inner - next_k) * 2))
         if thread_x() < pairs:
-            weight = load_f32(weights + i64(thread_x()) * 4)
+            weight = load_l2_f32(weights + i64(thread_x()) * 4)
             store_shared_f32(base + weights_offset + thread_x() * 4, weight)
         wait_prerequisites()
         if is_single:

@@ -14,12 +14,12 @@ from atlas_kernels.ptx_async import (
 )
 from atlas_kernels.ptx_math import popcount, quotient
 from atlas_kernels.ptx_memory import (
-    load_b32,
-    load_b32x4,
+    load_l2_b32,
+    load_l2_f32x4,
     load_shared_b32,
     load_shared_b32x4,
     store_shared_b32,
-    store_shared_b32x4,
+    store_shared_f32x4,
 )
 from atlas_kernels.ptx_warp import ballot, lane_id, sync_threads, sync_warp, thread_x
 
@@ -54,7 +54,8 @@ def list_experts(tile: DecodeTile) -> Any:
         pairs, shared, count = i32(m * slots), i32(1 if shared_id >= 0 else 0), i32(slots)
         expert = i32(-1)
         if p < pairs:
-            expert = load_b32(ids + i64(p) * 4)
+            # Past L1: where nothing was waited for, it may hold what another layer chose.
+            expert = load_l2_b32(ids + i64(p) * 4)
             store_shared_b32(base + IDS_AT + p * 4, expert)
         if p == 0 and shared != 0:
             store_shared_b32(base + entries, shared_id)
@@ -135,13 +136,13 @@ def copy_rows(tile: DecodeTile) -> Any:
 
     @device
     def load_piece(source, piece, pieces):
-        return load_b32x4(source + i64(min(piece, i32(pieces - 1))) * 16)
+        return load_l2_f32x4(source + i64(min(piece, i32(pieces - 1))) * 16)
 
     @device
     def store_piece(target, piece, pieces, line, value):
         if piece < pieces:
             at = i32(target + piece * 16 + quotient(piece, line) * 16)
-            store_shared_b32x4(at, value)
+            store_shared_f32x4(at, value)
 
     @device
     def copy_them(target, source, rows, row_bytes):

@@ -32,10 +32,11 @@ and graphs before it on the stream have ended, and a graph after everything. So 
 One kernel may know more of the one before it: the next kernel starts once *every* thread block of
 this one has triggered or ended. If each does so after its own wait has returned (a thread that
 triggers has waited itself, and no thread block leaves without), whatever kernels before this one
-wrote is there and visible when the next one starts, and it may read that before its wait too; not
-what this one writes. So ``moe_gate_up`` hands the choice of experts on to ``moe_down``. Tests know
-such kernels by ``LATE_TRIGGERS``, and what is read on these terms by ``Bench.settled``: the PTX
-machine checks both. What a late trigger costs is that the next kernel overlaps with this one only.
+wrote is there when the next one starts. That one may read it before its wait too, past L1, which
+may hold older lines; not what this one writes. So ``moe_gate_up`` hands the choice of experts on to
+``moe_down``. Tests know such kernels by ``LATE_TRIGGERS``, and what is read on these terms by
+``Bench.settled``: the PTX machine checks both. The price of a late trigger is that the next kernel
+overlaps with this one only.
 
 A thread block that has nothing to do may leave without waiting, as long as one of its grid waits:
 the kernel after trusts that, when this one has ended, so have all before it."""
