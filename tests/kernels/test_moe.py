@@ -450,6 +450,25 @@ def test_the_machine_sees_a_trigger_before_the_wait(ptx_of: Callable[[str], str]
         experts.decode(x, *experts.choose(1), residual, variant="r1")
 
 
+@pytest.mark.parametrize(("rows", "variant"), [(1, "r1"), (2, "r2"), (3, "r8")])
+def test_more_columns_than_a_ring_holds(bench: Bench, rows: int, variant: str) -> None:
+    """Also of the shared expert, whose ring is full before the wait."""
+    random, dim, tile = np.random.default_rng(rows), 832, GATE_UP_TILES[variant]
+    assert dim > tile.stages * tile.chunk
+    w = random.standard_normal((3, 2 * INNER, dim)).astype(np.float32) * dim**-0.5
+    w, x = rounded(w, "bf16"), random.standard_normal((rows, dim)).astype(np.float32)
+    x, ids = rounded(x, "bf16"), np.array([[1, 2], [0, 2], [1, 2]], np.int32)[:rows]
+    experts, shared = (bench.early(bench.put(part, "bf16").address) for part in (w[:2], w[2:]))
+    source, ids_at = bench.put(x, "bf16", pad=8), bench.put_ints(ids)
+    act = bench.empty((rows * 2, INNER), "bf16")
+    args = [experts, shared, source.address, ids_at, act.address, rows, 2, 2, dim, INNER]
+    bench.run(decode_kernels(variant)[0], (3, 1), [*args, source.stride])
+    sums = rounded(np.einsum("psnk,pk->psn", w[ids], x), "bf16").reshape(rows * 2, 2 * INNER)
+    gate, up = sums[:, :INNER], sums[:, INNER:]
+    close(bench.get(act), gate / (1 + np.exp(-gate)) * up, "bf16", 1e-2)
+    assert getattr(bench.memory, "was_late", True)
+
+
 @pytest.mark.parametrize("variant", list(DOWN_TILES))
 def test_order_of_a_product(bench: Bench, variant: str) -> None:
     """Steps of 16, ascending, in one float32 accumulator."""
