@@ -46,8 +46,11 @@ class Gpu:
         driver, info = self.driver, kernel.info
         module = self._check(driver.cuModuleLoadData(kernel.cubin))
         function = self._check(driver.cuModuleGetFunction(module, info.entry.encode()))
-        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        attribute = driver.CUfunction_attribute
+        limit = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self._check(driver.cuFuncSetAttribute(function, limit, info.dynamic_shared_bytes))
+        share = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        self._check(driver.cuFuncSetAttribute(function, share, 100))  # as the backend
         self.kernels[info.name] = (info, module, function)
 
     def reserve(self, num_bytes: int) -> int:

@@ -21,6 +21,8 @@ _COMPILE = (
     "from atlas_kernels.build import build_all\n"
     "build_all(sys.argv[1], sys.argv[2], names=sys.argv[3:])"
 )
+_MOST_SHARED = 100
+"""Per cent of what L1 and shared memory divide among them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +174,12 @@ class KernelTable:
         doing = f"loading kernel {info.name}"
         module = driver(driver.api.cuModuleLoadData(compiled.cubin), doing)
         function = driver(driver.api.cuModuleGetFunction(module, info.entry.encode()), doing)
+        attribute = driver.api.CUfunction_attribute
         if info.dynamic_shared_bytes:
-            limit = driver.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            limit = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             driver(driver.api.cuFuncSetAttribute(function, limit, info.dynamic_shared_bytes), doing)
+        # An SM changes how much of its L1 is shared memory only when it is empty: with one share
+        # for all kernels, the next one's thread blocks find room beside the last of this one.
+        share = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        driver(driver.api.cuFuncSetAttribute(function, share, _MOST_SHARED), doing)
         return LoadedKernel(info, module, int(function))
