@@ -30,6 +30,7 @@ from atlas_kernels.gemm_step_plan import (  # noqa: E402
     NUM_SMS,
     RUNGS,
     TILES,
+    TensorView,
     mma_form,
     rung,
     variant,
@@ -52,12 +53,11 @@ class StepGemm:
         self.encoded = torch.empty((8192, 128), device="cuda", dtype=torch.uint8)
         self.stream = torch.cuda.ExternalStream(int(gpu.stream.handle))
 
-    def map(self, matrix: Tensor, box_rows: int) -> int:
-        """Address of the tensor map of a matrix."""
-        rows, k = matrix.shape
-        key = (matrix.data_ptr(), rows, k, box_rows)
+    def map(self, matrix: Tensor, view: TensorView) -> int:
+        """Address of a tensor map of a matrix."""
+        key = (matrix.data_ptr(), view)
         if key not in self.maps:
-            encoded = self.gpu.tensor_map(matrix.data_ptr(), (rows, k), (box_rows, 64))
+            encoded = self.gpu.tensor_map(matrix.data_ptr(), view.shape, view.box, view.strides)
             place = self.encoded[len(self.maps)]
             place.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
             torch.cuda.synchronize()
@@ -72,7 +72,8 @@ class StepGemm:
         (n, k), m = weight.shape, x.shape[0]
         key = name or variant(n, m, gated=gated)
         tile = TILES[key]
-        args: list[Any] = [self.map(weight, tile.weight_box), self.map(x, tile.rows)]
+        args: list[Any] = [self.map(weight, tile.weight_view(n, k))]
+        args += [self.map(x, tile.row_view(m, k, 2 * x.stride(0)))]
         args += [0 if t is None else t.data_ptr() for t in (bias, residual)]
         args += [out.data_ptr(), n, k, m]
         args += [0 if residual is None else residual.stride(0) * 2]
@@ -153,10 +154,10 @@ class Checks:
     def run(self) -> None:
         for columns in COLUMNS:
             self.rows(NUM_SMS * columns - 8, DIM // 2, f"c{columns}")
-            self.rows(836, 584, f"c{columns}")  # ragged last tiles, K no multiple of a stage
+            self.rows(836, 576, f"c{columns}")  # ragged last tiles, K no multiple of a stage
         self.rows(DIM, FEED_FORWARD, "c32")
-        self.rows(836, 584, "wide")
-        self.epilogues(3104, 1160)
+        self.rows(836, 576, "wide")
+        self.epilogues(3104, 1216)
 
 
 class Sweep:

@@ -62,7 +62,7 @@ class NormedSweep:
             self.gemm(weight, self.normed[:m], out, gated=gated)
             return
         tile = NORM_TILES[name]
-        args = [self.gemm.map(weight, tile.weight_box), x, norm, 0, out.data_ptr(), n, k, m]
+        args = [self.gemm.map(weight, tile.weight_view(n, k)), x, norm, 0, out.data_ptr(), n, k, m]
         args += [width, stride, 0, EPS]
         self.gpu.run(f"gemm_step_norm_bf16_{name}", (tile.grid(n), 1), args)
 

@@ -69,9 +69,7 @@ class Steps:
         self.gpu, self.launches, self._scratch = gpu, [], {}
         self.device = SimpleNamespace(arch=gpu.arch)
 
-    def launch(
-        self, kernel: str, grid: Any, args: Any, keep: object = None, part: object = None
-    ) -> None:
+    def launch(self, kernel: str, grid: Any, args: Any, keep: object = None) -> None:
         values = [a.address if isinstance(a, DeviceArray) else a for a in args]
         self.launches.append((kernel, grid, values))
 

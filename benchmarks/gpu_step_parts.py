@@ -34,14 +34,13 @@ KINDS = (
     "rmsnorm",
     "gemm_finish",
     "gemm_step_norm",  # products that normalise their rows
-    "gemm_chain",
     "gemm",
     "moe",
     "argmax",
     "embedding",
 )
 """Words in kernels' names, the longer before those that they hold."""
-PRODUCTS = ("gemm", "gemm_chain", "gemm_step_norm", "cublas", "gemm_finish", "moe")
+PRODUCTS = ("gemm", "gemm_step_norm", "cublas", "gemm_finish", "moe")
 
 
 def kind_of(launch: Any) -> str:
@@ -100,8 +99,6 @@ def take_apart(engine: Engine, shape: StepShape, title: str, count: int) -> None
     """Graphs of a step's launches and of parts of them, each replayed ``count`` times."""
     core: Any = engine._loaded.core
     runtime = core.runtime
-    chained = runtime._record(core.network, core.buffers, runtime.padded(shape))
-    runtime.chains.is_used = False
     whole = runtime._record(core.network, core.buffers, runtime.padded(shape))
     kinds = [kind_of(launch) for launch in whole.launches]
     print(f"{title}: {dict(Counter(kinds))}")
@@ -111,8 +108,7 @@ def take_apart(engine: Engine, shape: StepShape, title: str, count: int) -> None
         return microseconds(runtime, Recording(launches, whole.keep), count)
 
     total = kept(lambda kind: True)
-    print(f"  whole step, apart     {total:9.1f} us")
-    take_chains_apart(runtime, chained, count)
+    print(f"  whole step            {total:9.1f} us")
     if "gemm_step_norm" in kinds:
         apart = microseconds(runtime, with_norms_apart(core, runtime.padded(shape)), count)
         print(f"  with norms apart      {apart:9.1f} us")
@@ -130,29 +126,15 @@ def take_apart(engine: Engine, shape: StepShape, title: str, count: int) -> None
         print(f"  {' + '.join(('products', *others)):30s} {time:9.1f} us", flush=True)
 
 
-def take_chains_apart(runtime: Any, chained: Recording, count: int) -> None:
-    """The step with its products in chains, and without the kernels between them."""
-    runtime.chains.is_used = True
-    kinds = [kind_of(launch) for launch in chained.launches]
-    print(f"  with chains           {microseconds(runtime, chained, count):9.1f} us")
-    launches = [
-        item for item, kind in zip(chained.launches, kinds, strict=True) if kind in PRODUCTS
-    ]
-    alone = microseconds(runtime, Recording(launches, chained.keep), count)
-    print(f"  chains alone          {alone:9.1f} us  {dict(Counter(kinds))}", flush=True)
-
-
 def with_norms_apart(core: Any, shape: StepShape) -> Recording:
     """The same step with a kernel for every norm, as steps of more rows have."""
     functions = core.runtime.functions
     whole = dict(functions)
     functions |= in_parts(whole, ("rmsnorm",))
-    core.runtime.chains.is_used = False
     try:
         recording: Recording = core.runtime._record(core.network, core.buffers, shape)
     finally:
         functions |= whole
-        core.runtime.chains.is_used = True
     return recording
 
 

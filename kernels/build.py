@@ -104,7 +104,6 @@ def compile_kernel(declared: Kernel, arch: str) -> CompiledKernel:
         threads=declared.threads,
         min_blocks=declared.min_blocks,
         cluster=declared.cluster,
-        cooperative=declared.cooperative,
         static_shared_bytes=int(static[1]) if static else 0,
         dynamic_shared_bytes=declared.shared_bytes,
         registers=int(registers),

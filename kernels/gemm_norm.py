@@ -63,7 +63,7 @@ def _normed_rows(tile: NormTile) -> Rows:
 
 
 @device
-def row_factor(total, k, eps):
+def _row_factor(total, k, eps):
     """1 / sqrt(mean + eps) of a row's sum, with the bits of ``/``, which has a slow path."""
     mean = divide(total, f32(k))
     if total > f32(_LARGEST):
@@ -86,12 +86,12 @@ def _normalise(tile: NormTile) -> Any:
     products read.
     """
     held, pitch, room, sums_offset = tile.held, tile.unit_pitch, tile.room, tile.sums_offset
-    load, load_more = load_units(held, _COUNT, _THREADS * _BF16), unit_weights()
+    load, load_more = load_units(held, _COUNT, _THREADS * _BF16), _weights()
     zero, squares = vector_zero(held * _COUNT), unit_squares(held * _COUNT)
     add_lanes = sum_over_lanes(held * _COUNT, (16, 8, 4, 2, 1))
     put_sums = store_sums(held, _COUNT, 4 * ROLE_WARPS, 4 * NORM_WARPS)
     get_sums, add_warps = load_sums(held, 4 * ROLE_WARPS), sum_over_lanes(held, (8, 4, 2, 1))
-    factors_of, products = _each(held, row_factor), unit_products(held, _COUNT)
+    factors_of, products = _each(held, _row_factor), unit_products(held, _COUNT)
     store = store_units(held, _COUNT, 16, _THREADS * pitch)
 
     @device
@@ -128,7 +128,7 @@ def _normalise(tile: NormTile) -> Any:
 
 
 @cache
-def unit_weights() -> Any:
+def _weights() -> Any:
     """Weights of a thread's units from ``unit`` on."""
     load = load_weights(_COUNT, _THREADS * _F32)
 
@@ -159,7 +159,7 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
     box_rows, room, halves = tile.box_rows, tile.room, 2 if tile.gated else 1
     begin, prefetch, produce = ring_begin(tile), ring_prefetch(tile), ring_produce(tile)
     consume, write = ring_consume(tile, _normed_rows(tile)), tile_write(tile)
-    normalise, weights_of = _normalise(tile), unit_weights()
+    normalise, weights_of = _normalise(tile), _weights()
 
     def gemm_step_norm(map_w, x, norm, bias, out, n, k, m, x_stride, out_stride, option, eps):
         launch_dependents()

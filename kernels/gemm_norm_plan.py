@@ -8,7 +8,6 @@ from atlas_kernels.gemm_step_plan import (
     BESIDE_ATTENTION,
     BOX_K,
     FEW_COLUMNS,
-    GATED_COLUMNS,
     NUM_SMS,
     StepTile,
     form,
@@ -102,10 +101,6 @@ NORM_TILES: dict[str, NormTile] = {
     for columns in FEW_COLUMNS
     for held in (1, NORM_ROWS)
 }
-NORM_TILES |= {
-    f"g{columns}_1": _tile(columns, 1, BESIDE_ATTENTION - 1024, gated=True)
-    for columns in GATED_COLUMNS
-}
 # One row: three thread blocks an SM, as the product alone. More: one, which normalises them once.
 NORM_TILES |= {
     "gated_1": _tile(64, 1, 74 << 10, gated=True, blocks=3),
@@ -119,7 +114,7 @@ def norm_variant(n: int, k: int, rows: int, *, gated: bool = False) -> str | Non
 
     Several rows are not normalised by more thread blocks than there are SMs.
     """
-    if rows > NORM_ROWS or k > NORM_K or k % BOX_K:
+    if rows > 1 or k > NORM_K or k % BOX_K:
         return None
     held = 1 if rows == 1 else NORM_ROWS
     if not gated:

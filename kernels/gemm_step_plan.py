@@ -208,8 +208,6 @@ which its tiles fit the SMs of an H200. What has more rows than that, and is not
 FEW_ROWS = 32
 """Rows up to which there are tiles for widths between: more SMs have something to do."""
 FEW_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128)
-GATED_COLUMNS = (32, 64, 96, 128, 160, 192)
-"""The same of gated tiles, ``g32`` … ``g192``, gates and ups together."""
 BESIDE_ATTENTION = 145 << 10
 """Shared memory of a thread block that finds room beside one of decode attention: an SM has 228 KB,
 each thread block takes 1 KB more than it asks for, and ``attention_step`` asks for up to 81."""
@@ -254,12 +252,6 @@ TILES |= {
     if rows <= FEW_ROWS
 }
 TILES |= {
-    f"g{columns}_{rows}": replace(_column_tile(columns, rows), gated=True)
-    for columns in GATED_COLUMNS
-    for rows in RUNGS
-    if rows <= FEW_ROWS
-}
-TILES |= {
     f"{form}_{rows}": StepTile(rows, columns, k_block, stages, form == "gated")
     for form, by_rows in (
         ("wide", ((128, 64, 4), (64, 64, 7), (64, 128, 4), (128, 128, 4), (128, 64, 7))),
@@ -282,8 +274,7 @@ MMA_TILES: dict[str, MmaTile] = {
 def form(n: int, rows: int, *, gated: bool = False) -> str:
     """The family of ``TILES`` of a matrix of ``n`` rows, for ``rows`` rows of activations."""
     if gated:
-        widths = GATED_COLUMNS if rows <= FEW_ROWS else ()
-        return next((f"g{columns}" for columns in widths if n <= NUM_SMS * columns), "gated")
+        return "gated"
     widths = FEW_COLUMNS if rows <= FEW_ROWS else COLUMNS
     return next((f"c{columns}" for columns in widths if n <= NUM_SMS * columns), "wide")
 

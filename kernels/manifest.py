@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-MANIFEST_FORMAT = 2
+MANIFEST_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,6 @@ class KernelInfo:
         In order; kinds as in ``registry.KINDS``.
     threads, min_blocks, cluster : int
         Launch bounds and cluster size.
-    cooperative : bool
-        The grid runs as a whole: its thread blocks wait for each other.
     static_shared_bytes, dynamic_shared_bytes : int
         A launch asks for the dynamic ones.
     registers, spill_bytes, stack_bytes : int
@@ -44,7 +42,6 @@ class KernelInfo:
     threads: int
     min_blocks: int
     cluster: int
-    cooperative: bool
     static_shared_bytes: int
     dynamic_shared_bytes: int
     registers: int

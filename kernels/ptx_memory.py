@@ -34,11 +34,10 @@ load_constant_b16 = instruction("h", "l", f"{_CONSTANT}.b16 $0, [$1];")
 load_constant_b32 = instruction("r", "l", f"{_CONSTANT}.b32 $0, [$1];")
 load_constant_b32x2 = instruction("r2", "l", f"{_CONSTANT}.v2.b32 {{$0, $1}}, [$2];")
 load_constant_b32x4 = instruction("r4", "l", f"{_CONSTANT}.v4.b32 {{$0, $1, $2, $3}}, [$4];")
-load_constant_b64 = instruction("l", "l", f"{_CONSTANT}.b64 $0, [$1];")
 load_constant_f32 = instruction("f", "l", f"{_CONSTANT}.f32 $0, [$1];")
 load_constant_f32x2 = instruction("f2", "l", f"{_CONSTANT}.v2.f32 {{$0, $1}}, [$2];")
 load_constant_f32x4 = instruction("f4", "l", f"{_CONSTANT}.v4.f32 {{$0, $1, $2, $3}}, [$4];")
-"""Constant loads: 2, 4, 8, 16, 8, 4, 8 and 16 bytes."""
+"""Constant loads: 2, 4, 8, 16, 4, 8 and 16 bytes."""
 
 load_host_b32 = instruction("r", "l", "ld.relaxed.sys.global.b32 $0, [$1];")
 """A load of what the host has written, past L1."""

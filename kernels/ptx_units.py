@@ -131,11 +131,9 @@ def unit_products(rows: int, count: int) -> Any:
 
 
 @cache
-def store_units(rows: int, count: int, row_step: int, step: int, space: str = "shared") -> Any:
-    """(address in shared or global memory, left, words), the rows ``row_step`` bytes apart."""
+def store_units(rows: int, count: int, row_step: int, step: int) -> Any:
+    """(shared address, left, words), the rows ``row_step`` bytes apart."""
     words = _words(4 * rows * count)
-    address, letter = (i32, "r") if space == "shared" else (i64, "l")
-    constraints = f"{letter},r,r,r,r,r,~{{memory}}"
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         values = flatten(builder, signature.args[2:], args[2:])
@@ -143,13 +141,13 @@ def store_units(rows: int, count: int, row_step: int, step: int, space: str = "s
             row, i = divmod(number, count)
             text = (
                 f"{{ .reg .pred p; setp.gt.s32 p, $1, {i * step};"
-                f" @p st.{space}.v4.b32 [$0+{row * row_step + i * step}], {{$2, $3, $4, $5}}; }}"
+                f" @p st.shared.v4.b32 [$0+{row * row_step + i * step}], {{$2, $3, $4, $5}}; }}"
             )
             unit = [*args[:2], *values[4 * number : 4 * number + 4]]
-            _statement(builder, ir.VoidType(), text, constraints, unit)
+            _statement(builder, ir.VoidType(), text, "r,r,r,r,r,r,~{memory}", unit)
         return context.get_dummy_value()
 
-    return typed_intrinsic(types.void(address, i32, words), codegen)
+    return typed_intrinsic(types.void(i32, i32, words), codegen)
 
 
 @cache

@@ -134,33 +134,6 @@ def wgmma_stage(
 
 
 @cache
-def wgmma_blocks(n: int, count: int, descriptor: int) -> Any:
-    """(acc, a, b, step) → acc + A · B for ``count`` blocks of 64 k with the 128-byte swizzle.
-
-    ``a`` and ``b`` are ``(address & 0x3FFFF) >> 4`` of the first blocks, ``step`` the bytes, over
-    16, from one of A to the next; B's lie one after another. ``descriptor`` is the constant part
-    of both. The caller waits and settles.
-    """
-    sums, lower, upper = n // 2, descriptor & 0xFFFFFFFF, descriptor >> 32
-    registers = ", ".join(f"${i}" for i in range(sums))
-    lines = ["{ .reg .pred p; .reg .b64 a, b; .reg .b32 la, lb, s, t; setp.ne.b32 p, 1, 0;"]
-    for name, at in (("la", 0), ("lb", 1), ("s", 2)):  # uniform, as in wgmma_stage
-        lines.append(f"shfl.sync.idx.b32 {name}, ${2 * sums + at}, 0, 31, 0xffffffff;")
-    lines.append(f"or.b32 la, la, {lower}; or.b32 lb, lb, {lower}; wgmma.fence.sync.aligned;")
-    for block in range(count):
-        for step in range(4):
-            lines.append(
-                f"add.u32 t, la, {2 * step}; mov.b64 a, {{t, {upper}}};"
-                f" add.u32 t, lb, {8 * n * block + 2 * step}; mov.b64 b, {{t, {upper}}};"
-                f" wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{registers}}},"
-                " a, b, p, 1, 1, 0, 0;"
-            )
-        lines.append("add.u32 la, la, s;")
-    lines.append("wgmma.commit_group.sync.aligned; }")
-    return instruction(f"+f{sums}", "r r r", "\n".join(lines), collective=True)
-
-
-@cache
 def wgmma_stage_registers(
     n: int, b_steps: tuple[int, ...], *, element: str = "bf16", b_transposed: bool = False
 ) -> Any:

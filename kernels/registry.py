@@ -20,7 +20,6 @@ MODULES = (
     "beam",
     "block_copy",
     "cast",
-    "chain",
     "conv1d",
     "cross_attention",
     "embedding",
@@ -115,7 +114,6 @@ class Kernel:
 
     ``make`` returns the Python function; ``shared_bytes`` is the dynamic shared memory of a launch
     and ``cluster`` the thread blocks of a cluster.
-    ``cooperative``: all thread blocks run at once, so that they may wait for each other.
     """
 
     name: str
@@ -126,7 +124,6 @@ class Kernel:
     min_blocks: int
     shared_bytes: int
     cluster: int
-    cooperative: bool
     needs: Architecture
     lto: bool
     make: Callable[[], Body]
@@ -162,7 +159,6 @@ def kernel(
     min_blocks: Setting = 1,
     shared: Setting = 0,
     cluster: Setting = 1,
-    cooperative: bool = False,
     arch: str = "sm_80",
     lto: bool = False,
     variants: Mapping[str, tuple[Any, ...]] | None = None,
@@ -185,9 +181,6 @@ def kernel(
         Bytes of dynamic shared memory.
     cluster : int
         Thread blocks in a cluster.
-    cooperative : bool
-        Thread blocks wait for each other (``grid_barrier``): the whole grid must fit the GPU at
-        once, and the driver starts it as a whole.
     arch : str
         The oldest architecture; with an ``a``, the only one.
     lto : bool
@@ -230,7 +223,6 @@ def kernel(
                 min_blocks=_value(min_blocks, parameters),
                 shared_bytes=_value(shared, parameters),
                 cluster=_value(cluster, parameters),
-                cooperative=cooperative,
                 needs=Architecture.parse(arch),
                 lto=lto,
                 make=make,

@@ -88,30 +88,25 @@ class Gpu:
         config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = info.threads, 1, 1
         config.sharedMemBytes, config.hStream = info.dynamic_shared_bytes, self.stream.handle
-        config.attrs = self._attributes(info)
+        config.attrs = self._attributes(info.cluster)
         config.numAttrs = len(config.attrs)
         values = tuple(v.item() if isinstance(v, np.generic) else v for v in args)
         types = tuple(_TYPES[kind] for _, kind in info.arguments)
         self._check(driver.cuLaunchKernelEx(config, function, (values, types), 0))
 
-    def _attributes(self, info: Any) -> list[Any]:
+    def _attributes(self, cluster: int) -> list[Any]:
         identifiers, found = self.driver.CUlaunchAttributeID, []
         if self.device.compute_capability >= (9, 0):
             dependent = self.driver.CUlaunchAttribute()
             dependent.id = identifiers.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             dependent.value.programmaticStreamSerializationAllowed = 1
             found.append(dependent)
-        if info.cluster > 1:
+        if cluster > 1:
             together = self.driver.CUlaunchAttribute()
             together.id = identifiers.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             size = together.value.clusterDim
-            size.x, size.y, size.z = info.cluster, 1, 1
+            size.x, size.y, size.z = cluster, 1, 1
             found.append(together)
-        if info.cooperative:
-            at_once = self.driver.CUlaunchAttribute()
-            at_once.id = identifiers.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-            at_once.value.cooperative = 1
-            found.append(at_once)
         return found
 
     def tensor_map(

@@ -77,12 +77,7 @@ class BenchQueue:
         self._tensor_map = tensor_map
 
     def launch(
-        self,
-        kernel: str,
-        grid: tuple[int, ...],
-        args: tuple[Any, ...],
-        keep: object = None,
-        part: object = None,
+        self, kernel: str, grid: tuple[int, ...], args: tuple[Any, ...], keep: object = None
     ) -> None:
         from atlas_kernels.registry import argument_names, load_table
 

@@ -1,7 +1,6 @@
-"""Runs PTX on NumPy, one thread block after the other, so that kernels are tested without a GPU.
+"""Runs PTX on NumPy, one thread block at a time, so that kernels are tested without a GPU.
 
-A thread block that waits for others (``grid.wait``) lets them run. All threads of a block are one
-array. The threads furthest behind run next, which is how threads of
+All threads of a block are one array. The threads furthest behind run next, which is how threads of
 a branch meet again; barriers, shuffles and memory are checked more strictly than a GPU does:
 an access must be aligned and inside one allocation, a constant load (``ld.global.nc``) must not see
 what this kernel wrote, before ``griddepcontrol.wait`` nothing else is read and nothing is written,
@@ -34,7 +33,6 @@ _NOTHING_TO_DO = (
     "prefetch.global.L2",
     "wgmma.fence.sync.aligned",
     "fence.proxy.async.shared::cta",
-    "fence.proxy.async.global",
     "fence.proxy.tensormap::generic.acquire.gpu",
     "setmaxnreg.inc.sync.aligned.u32",
     "setmaxnreg.dec.sync.aligned.u32",
@@ -123,19 +121,11 @@ def launch(
     """
     program = _Program(ptx, args, shared_bytes)
     written = np.zeros(memory.data.size, bool)
-    blocks: list[_Block] = []
-    waiting: list[_Block] = []
+    blocks = []
     for y in range(grid[1]):
         for x in range(grid[0]):
-            block = _Block(program, memory, written, threads, grid, (x, y))
-            blocks.append(block)
-            if not block.run(order):
-                waiting.append(block)
-    while waiting:
-        before = sum(block.num_steps for block in waiting)
-        over = [block.run(order) for block in waiting]
-        assert before < sum(block.num_steps for block in waiting), "a wait that nothing ends"
-        waiting = [block for block, is_over in zip(waiting, over, strict=True) if not is_over]
+            blocks.append(_Block(program, memory, written, threads, grid, (x, y)))
+            blocks[-1].run(order)
     memory.was_late = all(block.waited and not block.was_early for block in blocks)
 
 
@@ -207,11 +197,8 @@ class _Block:
         self.named = NamedBarriers(threads)
         self.groups = [WarpGroup() for _ in range(threads // GROUP)]
         self.stalled = np.zeros(threads, bool)  # at an instruction that waits for other threads
-        self.waits_for_grid = False
-        self.num_steps = 0
 
-    def run(self, order: int) -> bool:
-        """Run as far as the block goes; False where it waits for other blocks."""
+    def run(self, order: int) -> None:
         end = len(self.program.code)
         rank = order * (np.arange(self.pc.size) // WARP)
         has_moved = True
@@ -220,11 +207,8 @@ class _Block:
             ready = left & ~self.waiting & ~self.stalled
             if not ready.any():
                 if self.stalled.any():
-                    if not has_moved and self.waits_for_grid:
-                        self.stalled[:] = False
-                        return False
                     assert has_moved, "a wait that nothing ends"
-                    self.stalled[:] = has_moved = self.waits_for_grid = False
+                    self.stalled[:] = has_moved = False
                 else:
                     assert left.any(), "a barrier that not all reach"
                     self.waiting[:] = False  # all that are left have reached the barrier
@@ -239,10 +223,7 @@ class _Block:
             if active.any():
                 with np.errstate(all="ignore"):
                     self._step(opcode, operands, active, end)
-                if (active & ~self.stalled).any():
-                    has_moved = True
-                    self.num_steps += 1
-        return True
+                has_moved |= bool((active & ~self.stalled).any())
 
     def _step(self, opcode: str, operands: list[str], active: Array, end: int) -> None:
         parts = opcode.split(".")
@@ -261,10 +242,6 @@ class _Block:
             warps_of(active)
             numbers, counts = (self._read(operand).astype(np.int64) for operand in operands)
             self.named.arrive(numbers, counts, active, wait=parts[1] == "sync")
-        elif name == "red":
-            self._reduce(operands, active)
-        elif name == "grid":
-            self._grid_wait(operands, active)
         elif name == "wgmma" and parts[1] != "fence":
             self._multiply(parts[1], operands, active)
         elif name in ("ld", "st"):
@@ -527,24 +504,6 @@ class _Block:
             is_over = np.zeros(active.size, bool)
             is_over[active] = self.barriers.wait(addresses, numbers, self.shared)
             self._stall(active & ~is_over)
-
-    def _reduce(self, operands: list[str], active: Array) -> None:
-        """Add 64-bit numbers to global memory."""
-        addresses, addends = self._address(operands[0]), self._read(operands[1])
-        for thread in np.flatnonzero(active):
-            at = self.memory.indices(addresses[[thread]], 8)[0]
-            total = self.memory.data[at].view(np.uint64) + addends[thread]
-            self.memory.data[at] = total.view(np.uint8)
-
-    def _grid_wait(self, operands: list[str], active: Array) -> None:
-        """Wait until 64-bit numbers in global memory, which other thread blocks add to, are as
-        great as their goals."""
-        addresses, goals = self._address(operands[0]), self._read(operands[1])
-        data = self.memory.data[self.memory.indices(addresses[active], 8)]
-        is_over = np.zeros(active.size, bool)
-        is_over[active] = data.view(np.uint64)[:, 0] >= goals[active]
-        self.waits_for_grid |= bool((active & ~is_over).any())
-        self._stall(active & ~is_over)
 
     def _atomic_add(self, space: str, operands: list[str], active: Array) -> None:
         old = np.zeros(self.pc.size, np.uint64)

@@ -23,7 +23,6 @@ def _kernel(
         threads=128,
         min_blocks=1,
         cluster=1,
-        cooperative=False,
         static_shared_bytes=128,
         dynamic_shared_bytes=0,
         registers=32,

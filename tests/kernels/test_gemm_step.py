@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from atlas_kernels.gemm_step_plan import (
     FEW_COLUMNS,
-    GATED_COLUMNS,
     MMA_TILES,
     RUNGS,
     TILES,
@@ -221,16 +220,6 @@ class TestOnTheGpu:
             x = rounded(_normal(m, 1216), "bf16")
             got = product.wgmma(f"c{columns}_{rung(m)}", x)
             np.testing.assert_array_equal(got, product.wgmma(f"wide_{rung(m)}", x))
-
-    @pytest.mark.parametrize("columns", GATED_COLUMNS)
-    def test_gated_widths_for_few_rows_have_the_same_bits(
-        self, device: Bench, columns: int
-    ) -> None:
-        product = Product(device, 1520, 1216, pad=0)
-        for m in (1, 8, 13, 32):
-            x = rounded(_normal(m, 1216), "bf16")
-            got = product.wgmma(f"g{columns}_{rung(m)}", x)
-            np.testing.assert_array_equal(got, product.wgmma(f"gated_{rung(m)}", x))
 
     @pytest.mark.parametrize("family", ["c16", "wide"])
     @pytest.mark.parametrize("spread", [0, 15])

@@ -13,7 +13,6 @@ class CudaLaunchList:
         threads: int,
         shared_bytes: int,
         cluster: int,
-        cooperative: bool,
         dependent: bool,
         args: tuple[int, ...],
     ) -> None: ...

@@ -11,7 +11,6 @@ from atlas.errors import InvalidArgumentError, OutOfMemoryError, StaleHandleErro
 
 # CUlaunchAttributeID
 cdef enum:
-    COOPERATIVE = 2
     CLUSTER_DIMENSION = 4
     PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
@@ -38,7 +37,7 @@ ctypedef struct entry:
     int32_t kind
     void *function
     launch_config config
-    launch_attribute attributes[3]
+    launch_attribute attributes[2]
     int64_t num_words
     int64_t *words      # of the arguments
     void **pointers     # to each of them
@@ -124,7 +123,7 @@ cdef class CudaLaunchList:
 
     def append_kernel(
             self, str name, size_t function, tuple grid, int threads, int shared_bytes,
-            int cluster, bint cooperative, bint dependent, tuple args):
+            int cluster, bint dependent, tuple args):
         """Add a kernel launch.
 
         Parameters
@@ -135,8 +134,6 @@ cdef class CudaLaunchList:
             The ``CUfunction``.
         grid : tuple of 3 int
         threads, shared_bytes, cluster : int
-        cooperative : bool
-            All of the grid runs at once.
         dependent : bool
             It may start before the launch in front of it has ended (programmatic dependent launch).
         args : tuple of int
@@ -153,8 +150,6 @@ cdef class CudaLaunchList:
             self._attribute(item, PROGRAMMATIC_STREAM_SERIALIZATION, 1, 0, 0)
         if cluster > 1:
             self._attribute(item, CLUSTER_DIMENSION, cluster, 1, 1)
-        if cooperative:
-            self._attribute(item, COOPERATIVE, 1, 0, 0)
 
     cdef void _attribute(self, entry *item, uint32_t id, uint32_t x, uint32_t y, uint32_t z):
         cdef launch_attribute *attribute = &item.attributes[item.config.num_attributes]

@@ -329,9 +329,8 @@ class HostKernels:
     def __getitem__(self, name: str) -> Any:
         count = _COUNTS.get(name, 3)
         info = SimpleNamespace(
-            arguments=_ARGUMENTS[:count], threads=128, dynamic_shared_bytes=0, cluster=1,
-            cooperative=False, name=name,
-        )  # fmt: skip
+            arguments=_ARGUMENTS[:count], threads=128, dynamic_shared_bytes=0, cluster=1, name=name
+        )
         return SimpleNamespace(info=info, module=1, function=KERNELS.index(name))
 
     def forget(self, names: object) -> None:

@@ -18,7 +18,6 @@ from atlas.backends.cuda.array import DeviceArray
 from atlas.errors import KernelError, ShapeError
 
 if TYPE_CHECKING:
-    from atlas.backends.cuda.chain import ChainPart
     from atlas.backends.cuda.device import CudaDevice
     from atlas.backends.cuda.memory import Workspace
 
@@ -28,15 +27,11 @@ Argument = int | float | DeviceArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelLaunch:
-    """A kernel by name; ``args`` in the kinds that its declaration names.
-
-    ``part`` says what it computes, where a chain may do that among other things.
-    """
+    """A kernel by name; ``args`` in the kinds that its declaration names."""
 
     kernel: str
     grid: Grid
     args: tuple[Argument, ...]
-    part: ChainPart | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +75,6 @@ class Recording:
                     info.threads,
                     info.dynamic_shared_bytes,
                     info.cluster,
-                    info.cooperative,
                     device.has_dependent_launch,
                     packed_arguments(item.kernel, info.arguments, item.args),
                 )
@@ -113,12 +107,7 @@ class Queue:
         self.recording = recording
 
     def launch(
-        self,
-        kernel: str,
-        grid: Grid,
-        args: tuple[Argument, ...],
-        keep: object = None,
-        part: ChainPart | None = None,
+        self, kernel: str, grid: Grid, args: tuple[Argument, ...], keep: object = None
     ) -> None:
         """Launch a kernel of ``atlas_kernels``, or one registered under a name of its own.
 
@@ -135,11 +124,9 @@ class Queue:
             whatever changes from step to step must lie in device memory.
         keep : object
             Owns memory behind the addresses, where no array among ``args`` does.
-        part : ChainPart, optional
-            What the launch computes, if a chain may take its place.
         """
         if 0 not in grid:
-            self._put(KernelLaunch(kernel, grid, args, part), (args, keep, part))
+            self._put(KernelLaunch(kernel, grid, args), (args, keep))
 
     def matmul(self, function: int, args: tuple[int, ...], keep: object = None) -> None:
         """Call ``cublasLtMatmul``.

@@ -28,7 +28,6 @@ from atlas_kernels.quant_plan import (
 
 from atlas.backends.cuda import activation as gates
 from atlas.backends.cuda.array import DeviceArray
-from atlas.backends.cuda.chain import ChainPart
 from atlas.backends.cuda.check import Args, is_aligned, match, require
 from atlas.backends.cuda.launch import Queue
 from atlas.backends.cuda.pack import DeviceMatrix
@@ -200,8 +199,7 @@ def step_product(
             queue.tensor_map(x, *tile.row_view(m, k, x.strides[0])),
         )
         args: Args = (*maps, *shared, *strides, option)
-        part = ChainPart(x, out, weight, epilogue.bias, residual, option, gated)
-        queue.launch(f"gemm_step_bf16_{name}", (tile.grid(n), 1), args, (weight, x), part)
+        queue.launch(f"gemm_step_bf16_{name}", (tile.grid(n), 1), args, (weight, x))
         return
     args = (weight.data, x, *shared, 2 * k, x.strides[0], *strides, option)
     name = f"{mma_form(n, gated=gated)}_{rung(m)}"

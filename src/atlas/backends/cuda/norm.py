@@ -5,7 +5,6 @@ from __future__ import annotations
 from atlas_kernels.recurrence_shapes import NORM_HEADS, NORM_THREADS
 
 from atlas.backends.cuda.array import DeviceArray
-from atlas.backends.cuda.chain import ChainPart
 from atlas.backends.cuda.check import Args, activation_type, match, row_suffix
 from atlas.backends.cuda.launch import Queue
 from atlas.errors import ShapeError
@@ -80,8 +79,7 @@ def rmsnorm(
     if x.ndim == 2:
         variant = type + row_suffix(dim, WIDTH, x, out, weight)
         args: Args = (x, weight, out, dim, x.strides[0], out.strides[0], eps)
-        part = ChainPart(x, out, norm=weight, eps=eps) if variant == "bf16" else None
-        queue.launch(f"rmsnorm_{variant}", (sizes["T"], 1), args, part=part)
+        queue.launch(f"rmsnorm_{variant}", (sizes["T"], 1), args)
         return
     variant = type + row_suffix(dim, _HEAD_WIDTH, x, out, weight)
     args = (x, weight, out, sizes["H"], dim, *x.strides[:2], *out.strides[:2], eps)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from atlas_kernels.gemm_norm_plan import NORM_TILES
 
 from atlas.backends.cuda.array import DeviceArray
-from atlas.backends.cuda.chain import ChainPart
 from atlas.backends.cuda.check import Args, match, row_suffix
 from atlas.backends.cuda.launch import Queue
 from atlas.backends.cuda.linear import Epilogue, check_product, linear, linear_gated, store_option
@@ -71,10 +70,6 @@ def _in_one(
     match("float32", f"{k}", norm)
     tile, bias = NORM_TILES[name], 0 if epilogue.bias is None else epilogue.bias
     args: Args = (queue.tensor_map(weight.values, *tile.weight_view(n, k)), x, norm, bias)
-    option = store_option(epilogue, out)
-    args += (out, n, k, m, x.strides[0], out.strides[0], option, eps)
-    part = ChainPart(
-        x, out, weight, epilogue.bias, None, option, gated, norm=norm, eps=eps, normed=normed
-    )
-    queue.launch(f"gemm_step_norm_bf16_{name}", (tile.grid(n), 1), args, weight, part)
+    args += (out, n, k, m, x.strides[0], out.strides[0], store_option(epilogue, out), eps)
+    queue.launch(f"gemm_step_norm_bf16_{name}", (tile.grid(n), 1), args, weight)
     return True

@@ -18,7 +18,6 @@ from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.block_copies import BlockCopies
 from atlas.backends.cuda.buckets import PROMPT_SIZES, bucket
 from atlas.backends.cuda.buffers import buffer_bytes, read_array, take_rows
-from atlas.backends.cuda.chain import Chains
 from atlas.backends.cuda.device import CudaDevice
 from atlas.backends.cuda.fetch import InputFetch
 from atlas.backends.cuda.graph import CapturedGraph
@@ -86,7 +85,6 @@ class CudaRuntime:
     promises = (
         "eager and graphed steps have the same bits",
         "a norm that a product's kernel does itself, for few rows, has the bits of its own kernel",
-        "products that a graph runs in one kernel, for few rows, have the bits of several",
         "cached blocks that prompt tokens made serve prompts bitwise; those that generated tokens "
         "made (reuse_generated) change bits",
     )
@@ -110,7 +108,6 @@ class CudaRuntime:
             self._weights = self._own(Arena(device, weight_bytes, "the weights"))
             self.workspace = self._own(Workspace(device, scratch_bytes, ZEROED_BYTES))
             self._loader = self._own(Loader(device, self._weights))
-            self.chains = self._own(Chains(device))
             self._readbacks: ReadBacks
             self._capture_stream = self._own(OwnStream(device)).handle
             self.functions = implementations("cuda")
@@ -315,10 +312,7 @@ class CudaRuntime:
         if padded.logits:
             last = padded.first_logits + padded.logits
             ops.argmax(views.logits, out=self._chosen[padded.first_logits : last])
-        return self.chains.join(recording) if self._is_graphed(padded) else recording
-
-    def _is_graphed(self, padded: Any) -> bool:
-        return self.kind == "graphed" and self._is_decode(padded)
+        return recording
 
     def _is_decode(self, padded: Any) -> bool:
         """Whether a shape is worth a graph."""
@@ -327,7 +321,7 @@ class CudaRuntime:
 
     def _keep(self, network: Any, padded: Any, recording: Recording) -> RecordedStep:
         step = RecordedStep(recording.compile(self.device))
-        if self._is_graphed(padded):
+        if self.kind == "graphed" and self._is_decode(padded):
             step.graph = CapturedGraph(self.device, step.launches, self._capture_stream)
         self._recorded[network, padded] = step
         if len(self._recorded) > _RECORDED:
