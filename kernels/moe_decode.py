@@ -4,17 +4,16 @@ Two kernels. ``moe_gate_up`` gives silu(gate) · up of every pair, ``moe_down`` 
 and their weighted sum. A warp is a stream of its own: it takes 16 rows of an expert's weights at a
 time, a unit, copies their K in chunks into a ring of stages, and multiplies all rows of activations
 by them; rows that did not choose the expert are dropped. Weights of the shared expert are asked for
-before the wait for the previous kernel, and those of ``moe_down`` while ``moe_gate_up`` ends: what
-fits into rings, the rest of each warp's first unit in L2. No gather, no scatter, no atomics; the
-order is that of ``moe_plan``.
+before the wait for the previous kernel, and all that fit of ``moe_down`` while ``moe_gate_up``
+still runs. No gather, no scatter, no atomics; the order is that of ``moe_plan``.
 
 Weights are the tensor core's A, activations its B. A unit of ``moe_gate_up`` is 8 rows of gate and
-the same 8 of up; how they are dealt out: ``moe_units``. What is asked for next is known by an
-address, which is worked out anew with each unit, not each stage.
+the same 8 of up; those of a thread block lie next to each other (the shared expert's are dealt out
+one by one, the others in ranges). What is asked for next is known by an address, which is worked
+out anew with each unit, not each stage.
 
-``moe_gate_up`` lets the next kernel start once the last of its weights are asked for. That is after
-its own wait, so that one reads ids and weights of the choices, which a kernel before this one
-wrote, before its wait; and what it asks for queues behind, not among, what this one waits for.
+``moe_gate_up`` lets the next kernel start only after its own wait: that one reads ids and weights,
+which a kernel before this one wrote, before its wait.
 """
 
 from __future__ import annotations
@@ -29,14 +28,12 @@ from atlas_kernels.moe_lists import (
     IDS_AT,
     ask_rows,
     begin,
-    copy_rows,
     entries_at,
     list_experts,
     pair_of,
     weights_at,
 )
 from atlas_kernels.moe_plan import DOWN_TILES, GATE_UP_TILES, UNIT, DecodeTile
-from atlas_kernels.moe_units import deal, place_of, whose
 from atlas_kernels.ptx_async import (
     barrier_wait,
     copy_commit,
@@ -56,7 +53,7 @@ from atlas_kernels.ptx_math import (
 from atlas_kernels.ptx_memory import (
     dynamic_shared,
     load_b32,
-    load_l2_f32,
+    load_f32,
     load_shared_b32,
     load_shared_f32,
     store_b16,
@@ -103,13 +100,46 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
     """
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
     list_them, pitch, multiply = list_experts(tile), tile.pitch, multiply_stage(tile)
-    (part_of, ask, ask_rest), arrived = ask_stage(tile), copy_wait(stages - 1)
-    (start_of, find_pair), is_single = whose(tile), tile.rows == 1
-    x_offset, last = tile.list_bytes, warps - 1
+    (part_of, ask), arrived = ask_stage(tile), copy_wait(stages - 1)
+    entries, x_offset = entries_at(tile), tile.list_bytes
+
+    @device
+    def unit_at(index, far, first):
+        return i32(block_x() + index * num_blocks_x()) if index < far else i32(first + index)
+
+    @device
+    def known_of(known):
+        """How many of this thread block's units, its first, are the shared expert's."""
+        return quotient(i32(max(known - block_x(), i32(0)) + num_blocks_x() - 1), num_blocks_x())
+
+    @device
+    def deal(units, known, far):
+        """How many units this thread block takes, and what is added to the numbers of others."""
+        block, blocks = block_x(), num_blocks_x()
+        begin = quotient(i32((units - known) * block), blocks)
+        end = quotient(i32((units - known) * (block + 1)), blocks)
+        return i32(far + end - begin), i32(known + begin - far)
+
+    @device
+    def place_of(base, index, far, first, inner):
+        """Entry and first column of this thread block's unit ``index``."""
+        unit = unit_at(index, far, first)
+        entry = quotient(unit, inner >> 3)
+        return entry, i32(unit * 8 - entry * inner)
+
+    @device
+    def source_of(base, w, w_shared, index, far, first, experts, dim, inner):
+        """Where this lane's part of a unit begins."""
+        entry, column = place_of(base, index, far, first, inner)
+        start = w_shared
+        if entry > 0 or w_shared == 0:
+            expert = load_shared_b32(base + entries + entry * 4)
+            start = w + i64(expert) * (i64(inner) * dim * 4)
+        return part_of(start + i64(column) * dim * 2, i64(dim) * 2)
 
     @device
     def ask_next(
-        base, place, ids, w, w_shared, index, source, at_k, count, far, first, slots, dim, inner
+        base, place, w, w_shared, index, source, at_k, count, far, first, experts, dim, inner
     ):  # fmt: skip
         """Ask for a stage, if there is one; the cursor after it."""
         if index < count:
@@ -119,9 +149,7 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
             if at_k >= dim:
                 index, at_k = i32(index + warps), i32(0)
                 if index < count:
-                    entry, column = place_of(index, far, first, inner)
-                    source = start_of(base, ids, w, w_shared, entry, column, slots, dim, inner)
-                    source = part_of(source, i64(dim) * 2)
+                    source = source_of(base, w, w_shared, index, far, first, experts, dim, inner)
         copy_commit()
         return index, source, at_k
 
@@ -138,63 +166,43 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
         ring = i32(x_at + m * (2 * dim + 16) + warp * (stages * stage_bytes))
         begin(base)
         known = i32(tiles if w_shared != 0 else 0)
-        # Of its own units this thread block knows ``far``, the shared expert's, its first.
-        each = quotient(known, num_blocks_x())
-        extra = i32(known - each * num_blocks_x())
-        far = i32(each + 1 if block_x() < extra else each)
+        far = known_of(known)
         # The cursor of what is asked for runs ahead of what is multiplied.
         index = i32(warp if warp < warps else _NONE)
         asked, next_index, source, next_k = i32(0), index, i64(0), i32(0)
         ahead = i32(0)
         if index < far:
-            entry, column = place_of(index, far, i32(0), inner)
-            source = start_of(base, ids, w, w_shared, entry, column, slots, dim, inner)
-            source = part_of(source, i64(dim) * 2)
+            source = source_of(base, w, w_shared, index, far, i32(0), experts, dim, inner)
             ahead = i32(min(stages, quotient(i32(dim + chunk - 1), chunk)))
         while asked < ahead:  # constants: no need to wait
             next_index, source, next_k = ask_next(
-                base, i32(ring + asked * stage_bytes), ids, w, w_shared, next_index, source, next_k,
-                far, far, i32(0), slots, dim, inner,
+                base, i32(ring + asked * stage_bytes), w, w_shared, next_index, source, next_k,
+                far, far, i32(0), experts, dim, inner,
             )  # fmt: skip
             asked = i32(asked + one)
-        if next_k > 0:
-            rest = i32((dim - next_k) * 2)
-            ask_rest(source, i64(dim) * 2, i64(inner) * dim * 2, rest)
-        count, first, entry, column = far, i32(0), i32(0), i32(0)
-        if is_single:  # all but the ids is known: after the wait, one load to the first address
-            count, first = deal(i32(slots * tiles), known, each, extra, far)
-            entry, column = place_of(next_index, far, first, inner)
-        sync_threads()
         wait_prerequisites()
-        if warp == last:  # others ask for ids
+        launch_dependents()
+        if warp == 0:
             ask_rows(base, x_at, x, x_stride, m, i32(2 * dim))
-        if not is_single:
-            shared_id = i32(experts if w_shared != 0 else -1)
-            units = i32(list_them(base, ids, m, slots, shared_id) * tiles)
-            count, first = deal(units, known, each, extra, far)
-            entry, column = place_of(next_index, far, first, inner)
+        shared_id = i32(experts if w_shared != 0 else -1)
+        units = i32(list_them(base, ids, m, slots, shared_id) * tiles)
+        count, first = deal(units, known, far)
         if next_k == 0 and next_index < count:
-            source = start_of(base, ids, w, w_shared, entry, column, slots, dim, inner)
-            source = part_of(source, i64(dim) * 2)
+            source = source_of(base, w, w_shared, next_index, far, first, experts, dim, inner)
         while asked < stages:  # a group for each stage, be it empty
             next_index, source, next_k = ask_next(
-                base, i32(ring + asked * stage_bytes), ids, w, w_shared, next_index, source, next_k,
-                count, far, first, slots, dim, inner,
+                base, i32(ring + asked * stage_bytes), w, w_shared, next_index, source, next_k,
+                count, far, first, experts, dim, inner,
             )  # fmt: skip
             asked = i32(asked + one)
         barrier_wait(i32(base + BARRIER_AT), 0)
         own = i32(lane & 7)
         rows = i32(x_at + min(own, i32(m - 1)) * (2 * dim + 16) + (lane >> 3) * 16)
         line = i32((lane & 15) * pitch + (lane >> 4) * 16)
-        stage, turn, asked_all = i32(0), i32(one * chunk), i32(count - 1 + warps)
+        stage, turn = i32(0), i32(one * chunk)
         while index < count:
-            # Whose unit it is while its weights are on their way.
-            entry, column = place_of(index, far, first, inner)
-            pair = find_pair(base, ids, own, entry, m, slots, w_shared)
             total, at_k = mma_zero(), i32(0)
             while at_k < dim:
-                if next_index == asked_all:  # by the warp that has this thread block's last unit
-                    launch_dependents()
                 place = i32(ring + stage * stage_bytes)
                 arrived()
                 sync_warp()
@@ -202,10 +210,13 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
                 total = multiply(total, i32(place + line), i32(rows + at_k * 2), steps)
                 sync_warp()
                 next_index, source, next_k = ask_next(
-                    base, place, ids, w, w_shared, next_index, source, next_k,
-                    count, far, first, slots, dim, inner,
+                    base, place, w, w_shared, next_index, source, next_k,
+                    count, far, first, experts, dim, inner,
                 )  # fmt: skip
                 stage, at_k = i32(stage + 1 if stage + 1 < stages else 0), i32(at_k + turn)
+            entry, column = place_of(base, index, far, first, inner)
+            expert = load_shared_b32(base + entries + entry * 4)
+            pair = pair_of(base, own, expert, m, slots)
             # A lane holds gate and up of column lane / 4, of rows 2 (lane % 4) and the next.
             row, column = i32((lane & 3) * 2), i32(column + (lane >> 2))
             one, two = shuffle_b32(pair, row), shuffle_b32(pair, i32(row + 1))
@@ -235,9 +246,8 @@ def make_moe_down(tile: DecodeTile) -> Any:
     """
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
     list_them, pitch, multiply = list_experts(tile), tile.pitch, multiply_stage(tile)
-    (part_of, ask, ask_rest), arrived = ask_stage(tile), copy_wait(stages - 1)
+    (part_of, ask), arrived = ask_stage(tile), copy_wait(stages - 1)
     entries, weights_offset, y_offset = entries_at(tile), weights_at(tile), tile.list_bytes
-    copy_them, is_single = copy_rows(tile), tile.rows == 1
 
     @device
     def source_of(base, w, w_shared, unit, experts, dim, inner, count):
@@ -330,15 +340,11 @@ def make_moe_down(tile: DecodeTile) -> Any:
                 units, experts, dim, inner, count,
             )  # fmt: skip
             asked = i32(asked + one)
-        if next_unit == unit and unit < units:
-            ask_rest(source, i64(inner) * 2, i64(inner) * 16, i32((inner - next_k) * 2))
         if thread_x() < pairs:
-            weight = load_l2_f32(weights + i64(thread_x()) * 4)
+            weight = load_f32(weights + i64(thread_x()) * 4)
             store_shared_f32(base + weights_offset + thread_x() * 4, weight)
         wait_prerequisites()
-        if is_single:
-            copy_them(act_at, act, pairs, i32(2 * inner))
-        elif warp == 0:
+        if warp == 0:
             ask_rows(base, act_at, act, i64(inner) * 2, pairs, i32(2 * inner))
         sync_threads()
         before = residual_word(residual, residual_stride, block_x(), m)
@@ -354,8 +360,7 @@ def make_moe_down(tile: DecodeTile) -> Any:
                 expert = load_shared_b32(base + entries + remainder(unit, count) * 4)
                 pair = pair_of(base, own, expert, m, slots)
                 rows = i32(act_at + max(pair, i32(0)) * (2 * inner + 16) + (lane >> 3) * 16)
-                if not is_single:
-                    barrier_wait(i32(base + BARRIER_AT), 0)  # once it is over, at no cost
+                barrier_wait(i32(base + BARRIER_AT), 0)  # once it is over, at no cost
                 total, at_k = mma_zero(), i32(0)
                 while at_k < inner:
                     place = i32(ring + stage * stage_bytes)

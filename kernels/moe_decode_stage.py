@@ -7,7 +7,6 @@ from typing import Any
 from atlas_kernels._cuda import device, i32, i64
 from atlas_kernels.moe_plan import DecodeTile
 from atlas_kernels.ptx import instruction
-from atlas_kernels.ptx_async import bulk_prefetch
 from atlas_kernels.ptx_mma import ldmatrix_x4, mma_bf16
 from atlas_kernels.ptx_warp import lane_id, lanes
 
@@ -16,11 +15,10 @@ copy_weights = instruction("", "r l", "cp.async.cg.shared.global.L2::256B [$0], 
 
 
 def ask_stage(tile: DecodeTile) -> tuple[Any, Any]:
-    """Three device functions.
+    """Two device functions.
 
     - (address of a unit, bytes from row to row) → where this lane's part of it begins;
-    - (stage, that address further on, bytes from row to row, to row 8, of a row): ask for it;
-    - the same without a stage: ask L2 for what is left of the unit, for a warp that has to wait.
+    - (stage, that address further on, bytes from row to row, to row 8, of a row): ask for it.
     """
     pitch, share = tile.pitch, tile.chunk // 8
     shift, rows = share.bit_length() - 1, 32 // share
@@ -42,14 +40,7 @@ def ask_stage(tile: DecodeTile) -> tuple[Any, Any]:
                     copy_weights(i32(target + (8 * half + i) * pitch), at)
                     at = at + row_bytes * rows
 
-    @device
-    def ask_rest(source, row_bytes, half_bytes, num_bytes):
-        lane = lane_id()
-        if lane < 16:  # a row each
-            rows = i64((lane & 7) - (lane >> shift)) * row_bytes + i64(lane >> 3) * half_bytes
-            bulk_prefetch(source + rows - i64((lane & (share - 1)) * 16), num_bytes)
-
-    return part_of, ask, ask_rest
+    return part_of, ask
 
 
 def multiply_stage(tile: DecodeTile) -> Any:

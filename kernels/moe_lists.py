@@ -14,12 +14,10 @@ from atlas_kernels.ptx_async import (
 )
 from atlas_kernels.ptx_math import popcount, quotient
 from atlas_kernels.ptx_memory import (
-    load_l2_b32,
-    load_l2_f32x4,
+    load_b32,
     load_shared_b32,
     load_shared_b32x4,
     store_shared_b32,
-    store_shared_f32x4,
 )
 from atlas_kernels.ptx_warp import ballot, lane_id, sync_threads, sync_warp, thread_x
 
@@ -54,8 +52,7 @@ def list_experts(tile: DecodeTile) -> Any:
         pairs, shared, count = i32(m * slots), i32(1 if shared_id >= 0 else 0), i32(slots)
         expert = i32(-1)
         if p < pairs:
-            # Past L1: where nothing was waited for, it may hold what another layer chose.
-            expert = load_l2_b32(ids + i64(p) * 4)
+            expert = load_b32(ids + i64(p) * 4)
             store_shared_b32(base + IDS_AT + p * 4, expert)
         if p == 0 and shared != 0:
             store_shared_b32(base + entries, shared_id)
@@ -124,38 +121,3 @@ def ask_rows(base, target, source, stride, rows, row_bytes):
     sync_warp()
     for row in range(lane, rows, 32):
         bulk_load(i32(target + row * (row_bytes + 16)), source + row * stride, barrier, row_bytes)
-
-
-def copy_rows(tile: DecodeTile) -> Any:
-    """(target, source, rows, row bytes): the same at once, by all threads, of a few rows.
-
-    For what a whole thread block waits for: ordinary loads are back before a bulk copy is. A
-    barrier of all threads follows.
-    """
-    threads = tile.threads
-
-    @device
-    def load_piece(source, piece, pieces):
-        return load_l2_f32x4(source + i64(min(piece, i32(pieces - 1))) * 16)
-
-    @device
-    def store_piece(target, piece, pieces, line, value):
-        if piece < pieces:
-            at = i32(target + piece * 16 + quotient(piece, line) * 16)
-            store_shared_f32x4(at, value)
-
-    @device
-    def copy_them(target, source, rows, row_bytes):
-        line = i32(row_bytes >> 4)
-        pieces = i32(rows * line)
-        for piece in range(thread_x(), pieces, 4 * threads):
-            second, third = i32(piece + threads), i32(piece + 2 * threads)
-            fourth = i32(piece + 3 * threads)
-            a, b = load_piece(source, i32(piece), pieces), load_piece(source, second, pieces)
-            c, d = load_piece(source, third, pieces), load_piece(source, fourth, pieces)
-            store_piece(target, i32(piece), pieces, line, a)
-            store_piece(target, second, pieces, line, b)
-            store_piece(target, third, pieces, line, c)
-            store_piece(target, fourth, pieces, line, d)
-
-    return copy_them

@@ -46,8 +46,8 @@ class DecodeTile:
     blocks_per_sm : int
         Thread blocks of the kernel on an SM. With two, the next kernel's come as they leave.
     shared_bytes : int
-        Dynamic shared memory of a thread block. What those of ``moe_gate_up`` leave, ``moe_down``
-        takes beside them.
+        Dynamic shared memory of a thread block. If it leaves room, the next kernel's are on the SM
+        as well, with their weights on the way.
     """
 
     rows: int
@@ -108,18 +108,15 @@ def down_area(rows: int, slots: int, inner: int) -> int:
 
 
 GATE_UP_TILES: dict[str, DecodeTile] = {
-    "r1": DecodeTile(1, 3, 128, 4, 2, 62 * 1024),
-    "r2": DecodeTile(2, 6, 128, 4, 2, 113 * 1024),
+    "r1": DecodeTile(1, 4, 128, 5, 2, 94 * 1024),
+    "r2": DecodeTile(2, 4, 128, 5, 2, 98 * 1024),
     "r8": DecodeTile(8, 8, 128, 5, 1, _FULL),
 }
-"""``moe_gate_up_bf16_<variant>``, fewest rows first.
-
-Of 132 SMs and up to nine experts of 512 a row, ``r1`` and ``r2`` have a warp for each unit.
-"""
+"""``moe_gate_up_bf16_<variant>``, fewest rows first."""
 
 DOWN_TILES: dict[str, DecodeTile] = {
-    "r1": DecodeTile(1, 9, 128, 2, 1, 100 * 1024),  # beside both blocks of ``moe_gate_up``
-    "r2": DecodeTile(2, 9, 128, 2, 1, 113 * 1024),  # beside one
+    "r1": DecodeTile(1, 9, 128, 3, 1, 131 * 1024),  # beside a block of ``moe_gate_up``
+    "r2": DecodeTile(2, 9, 128, 3, 1, 148 * 1024),
     "r8": DecodeTile(8, 8, 128, 3, 1, _FULL),
 }
 """``moe_down_bf16_<variant>``."""

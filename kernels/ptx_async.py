@@ -15,8 +15,7 @@ from atlas_kernels.ptx import instruction
 # -- programmatic dependent launch -------------------------------------------------------------
 
 launch_dependents = instruction("", "", "griddepcontrol.launch_dependents;")
-"""Let the next kernel of the stream start, up to its ``wait_prerequisites``: a thread block's first
-call counts for all of it, its end for a call."""
+"""Let the next kernel of the stream start, up to its ``wait_prerequisites``."""
 wait_prerequisites = instruction("", "", "griddepcontrol.wait;", collective=True)
 """Wait until the kernels before this one have ended and their writes are visible.
 
@@ -28,15 +27,6 @@ and graphs before it on the stream have ended, and a graph after everything. So 
   block tables, ranges of rows; a kernel may bring them to a graph alone), and keys and values that
   earlier steps stored;
 - nothing that a kernel of the same step writes may be read, and nothing written.
-
-One kernel may know more of the one before it: the next kernel starts once *every* thread block of
-this one has triggered or ended. If each does so after its own wait has returned (a thread that
-triggers has waited itself, and no thread block leaves without), whatever kernels before this one
-wrote is there when the next one starts. That one may read it before its wait too, past L1, which
-may hold older lines; not what this one writes. So ``moe_gate_up`` hands the choice of experts on to
-``moe_down``. Tests know such kernels by ``LATE_TRIGGERS``, and what is read on these terms by
-``Bench.settled``: the PTX machine checks both. The price of a late trigger is that the next kernel
-overlaps with this one only.
 
 A thread block that has nothing to do may leave without waiting, as long as one of its grid waits:
 the kernel after trusts that, when this one has ended, so have all before it."""
@@ -161,10 +151,6 @@ bulk_load_pair = instruction(
     "::complete_tx::bytes.multicast::cluster [$0], [$1], $3, [$2], both; }",
 )
 """The same to both thread blocks of a cluster of two: to the same place, at the same barrier."""
-
-
-bulk_prefetch = instruction("", "l r", "cp.async.bulk.prefetch.L2.global [$0], $1;")
-"""Ask L2 for contiguous bytes: (global, bytes), multiples of 16. Constants, before the wait."""
 
 
 @cache

@@ -82,11 +82,6 @@ class Bench:
         getattr(self.memory, "constants", set()).add(address)
         return address
 
-    def settled(self, address: int) -> int:
-        """Let it be read before the wait of a kernel after one that triggers late, as ``early``."""
-        getattr(self.memory, "settled", set()).add(address)
-        return address
-
     def get(self, buffer: Buffer) -> Array:
         """The array now, as float32."""
         columns = int(np.prod(buffer.shape[1:]))

@@ -27,6 +27,7 @@ _BASE = 1 << 20
 _GUARD = 256  # bytes between allocations
 Array = np.ndarray[Any, Any]
 _NOTHING_TO_DO = (
+    "griddepcontrol.launch_dependents",
     "bar.warp.sync",
     "fence.acq_rel.gpu",
     "fence.mbarrier_init.release.cluster",
@@ -49,11 +50,6 @@ class Memory:
     constants: set[int] = field(default_factory=set)
     """Addresses of allocations that may be read before ``griddepcontrol.wait``: constants, and what
     no kernel of the step writes before it is read."""
-    settled: set[int] = field(default_factory=set)
-    """Those that may be read as early if the kernel before triggered late: what others wrote
-    before that one."""
-    was_late: bool = False
-    """Whether each thread block of the last launch had waited when it triggered, or ended."""
 
     def put(self, values: Array, shift: int = 0) -> int:
         """Copy an array in; its address, ``shift`` bytes past a multiple of 256."""
@@ -85,10 +81,9 @@ class Memory:
         return raw.view(like.dtype).reshape(like.shape)
 
     def are_constant(self, addresses: Array) -> bool:
-        """Whether accesses lie in ``constants``, or in ``settled`` where that counts."""
+        """Whether accesses lie in ``constants``."""
         owner = np.searchsorted(self.starts, addresses.astype(np.int64) - _BASE, side="right") - 1
-        allowed = self.constants | (self.settled if self.was_late else set())
-        return {_BASE + self.starts[i] for i in np.unique(owner)} <= allowed
+        return {_BASE + self.starts[i] for i in np.unique(owner)} <= self.constants
 
     def indices(self, addresses: Array, size: int) -> Array:
         """[threads, size] positions in ``data`` of accesses, all of them checked."""
@@ -121,12 +116,9 @@ def launch(
     """
     program = _Program(ptx, args, shared_bytes)
     written = np.zeros(memory.data.size, bool)
-    blocks = []
     for y in range(grid[1]):
         for x in range(grid[0]):
-            blocks.append(_Block(program, memory, written, threads, grid, (x, y)))
-            blocks[-1].run(order)
-    memory.was_late = all(block.waited and not block.was_early for block in blocks)
+            _Block(program, memory, written, threads, grid, (x, y)).run(order)
 
 
 class _Program:
@@ -192,7 +184,7 @@ class _Block:
         }
         self.copies = Copies16(threads // WARP)
         self.barriers = Barriers()
-        self.waited = self.was_early = False
+        self.waited = False
         self.waiting = np.zeros(threads, bool)
         self.named = NamedBarriers(threads)
         self.groups = [WarpGroup() for _ in range(threads // GROUP)]
@@ -234,8 +226,6 @@ class _Block:
             self.pc[active] = self.program.labels[operands[0]]
         elif opcode == "griddepcontrol.wait":
             self.waited = True
-        elif opcode == "griddepcontrol.launch_dependents":
-            self.was_early |= not self.waited
         elif opcode == "bar.sync" and operands == ["0"]:
             self._wait(active, end)
         elif name == "bar" and parts[1] in ("sync", "arrive"):
@@ -449,9 +439,6 @@ class _Block:
         self._write(operands[0], np.repeat(words, WARP), active)
 
     def _bulk_copy(self, operands: list[str], active: Array) -> None:
-        if len(operands) == 2:
-            self._bulk_prefetch(operands, active)
-            return
         sizes = self._read(operands[2])[active].astype(np.int64)
         places = self._address(operands[0])[active].astype(np.int64)
         sources = self._address(operands[1])[active]
@@ -462,16 +449,6 @@ class _Block:
             first = self.memory.indices(np.array([source]), 16)[0, 0]
             self.memory.indices(np.array([source + np.uint64(size - 16)]), 16)
             self.barriers.copy(int(barrier), int(place), self.memory.data[first : first + size])
-
-    def _bulk_prefetch(self, operands: list[str], active: Array) -> None:
-        """Nothing comes of it; but what is asked for must exist, and be known by then."""
-        sizes = self._read(operands[1])[active].astype(np.int64)
-        sources = self._address(operands[0])[active]
-        assert self.waited or self.memory.are_constant(sources), "before griddepcontrol.wait"
-        for source, size in zip(sources, sizes, strict=True):
-            assert size > 0, "nothing to ask for"
-            assert size % 16 == 0, "a bulk copy is of a multiple of 16 bytes"
-            self.memory.indices(np.array([source, source + np.uint64(size - 16)]), 16)
 
     def _tensor_copy(self, operands: list[str], active: Array) -> None:
         name, corner = coordinates(operands[1])

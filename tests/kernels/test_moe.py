@@ -47,12 +47,6 @@ def test_tiles_fit_an_sm() -> None:
         assert tile.pitch // 16 % 2 == 1, "bank conflicts"
         assert tile.chunk in (64, 128, 256), "8, 16 or 32 lanes copy a row"
         assert tile.max_pairs <= min(tile.threads, 256), "a thread lists a pair"
-    for name, most in (("r1", 2), ("r2", 1), ("r8", 0)):
-        first, second = GATE_UP_TILES[name], DOWN_TILES[name]
-        left = 228 * 1024 - second.shared_bytes - 1024
-        beside = min(left // (first.shared_bytes + 1024), first.blocks_per_sm)
-        assert beside == most, "thread blocks of moe_gate_up beside one of moe_down"
-        assert 80 * (most * first.threads + second.threads) <= 65536, "registers"
     for grouped in GROUPED_TILES.values():
         assert grouped.shared_bytes <= 99 * 1024, "the least of all GPUs since sm_80"
         assert grouped.rows * (grouped.columns + 4) * 4 <= grouped.shared_bytes
@@ -257,8 +251,8 @@ class Experts:
         bench, rows, slots = self.bench, len(x), self.slots
         gate_up, down, shared_gate_up, shared_down = self.addresses
         source, ids_at = bench.put(x, "bf16", pad=8), bench.put_ints(ids)
-        bench.settled(ids_at)  # for moe_down: gate_up waited for whoever wrote them
-        weights_at = bench.settled(bench.memory.put(weights))
+        bench.early(ids_at)  # gate_up waited for whoever wrote them
+        weights_at = bench.early(bench.memory.put(weights))
         act = bench.empty((rows * slots, INNER), "bf16").address
         args = [gate_up, shared_gate_up, source.address, ids_at, act, rows, slots, EXPERTS, DIM]
         bench.run(decode_kernels(variant)[0], (3, 1), [*args, INNER, source.stride])
@@ -436,39 +430,6 @@ def test_decode_and_grouped(bench: Bench, rows: int, variant: str, shared: bool)
     np.testing.assert_array_equal(run, again)
 
 
-def test_the_machine_sees_a_trigger_before_the_wait(ptx_of: Callable[[str], str]) -> None:
-    """Then ``moe_down`` would read the choice of experts before it is there."""
-    wait, trigger = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
-
-    def broken(name: str) -> str:
-        ptx = ptx_of(name)
-        return ptx.replace(wait, f"{trigger} {wait}") if "moe_gate_up" in name else ptx
-
-    experts = Experts(machine_bench(broken), shared=True)
-    x, residual = np.zeros((1, DIM), np.float32), experts.bench.empty((1, DIM), "bf16")
-    with pytest.raises(AssertionError, match=r"before griddepcontrol\.wait"):
-        experts.decode(x, *experts.choose(1), residual, variant="r1")
-
-
-@pytest.mark.parametrize(("rows", "variant"), [(1, "r1"), (2, "r2"), (3, "r8")])
-def test_more_columns_than_a_ring_holds(bench: Bench, rows: int, variant: str) -> None:
-    """Also of the shared expert, whose ring is full before the wait."""
-    random, dim, tile = np.random.default_rng(rows), 832, GATE_UP_TILES[variant]
-    assert dim > tile.stages * tile.chunk
-    w = random.standard_normal((3, 2 * INNER, dim)).astype(np.float32) * dim**-0.5
-    w, x = rounded(w, "bf16"), random.standard_normal((rows, dim)).astype(np.float32)
-    x, ids = rounded(x, "bf16"), np.array([[1, 2], [0, 2], [1, 2]], np.int32)[:rows]
-    experts, shared = (bench.early(bench.put(part, "bf16").address) for part in (w[:2], w[2:]))
-    source, ids_at = bench.put(x, "bf16", pad=8), bench.put_ints(ids)
-    act = bench.empty((rows * 2, INNER), "bf16")
-    args = [experts, shared, source.address, ids_at, act.address, rows, 2, 2, dim, INNER]
-    bench.run(decode_kernels(variant)[0], (3, 1), [*args, source.stride])
-    sums = rounded(np.einsum("psnk,pk->psn", w[ids], x), "bf16").reshape(rows * 2, 2 * INNER)
-    gate, up = sums[:, :INNER], sums[:, INNER:]
-    close(bench.get(act), gate / (1 + np.exp(-gate)) * up, "bf16", 1e-2)
-    assert getattr(bench.memory, "was_late", True)
-
-
 @pytest.mark.parametrize("variant", list(DOWN_TILES))
 def test_order_of_a_product(bench: Bench, variant: str) -> None:
     """Steps of 16, ascending, in one float32 accumulator."""
@@ -517,7 +478,7 @@ class Block:
         """The residual stream after the block."""
         bench, rows, ids = self.bench, len(x), np.zeros((len(x), 2), np.int32)
         scores_at, slots_at, ids_at = map(bench.memory.put, (scores, slots, ids))
-        weights_at = bench.settled(bench.memory.put(ids.astype(np.float32)))
+        weights_at = bench.early(bench.memory.put(ids.astype(np.float32)))
         routed = (
             DeviceArray(ids_at, (rows, 2), "int32"),
             DeviceArray(weights_at, (rows, 2), "float32"),
@@ -526,7 +487,7 @@ class Block:
             self.queue, DeviceArray(scores_at, scores.shape, "float32"), True,
             slots=DeviceArray(slots_at, (rows,), "int32"), ids=routed[0], weights=routed[1],
         )  # fmt: skip
-        bench.settled(ids_at)  # for moe_down: gate_up waited for whoever wrote them
+        bench.early(ids_at)  # gate_up waited for whoever wrote them
         source, out = bench.put(x, "bf16"), bench.put(residual, "bf16")
         moe_ops.moe_experts(
             self.queue, DeviceArray(source.address, x.shape, "bfloat16"), *self.matrices, *routed,
