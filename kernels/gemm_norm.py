@@ -27,7 +27,7 @@ from atlas_kernels.gemm_ring import (
     ring_produce,
     tile_write,
 )
-from atlas_kernels.ptx_async import async_fence, launch_dependents, wait_prerequisites
+from atlas_kernels.ptx_async import async_fence, launch_dependents
 from atlas_kernels.ptx_math import divide, fast_rsqrt, quotient, vector_zero
 from atlas_kernels.ptx_memory import dynamic_shared
 from atlas_kernels.ptx_state import sum_over_lanes
@@ -43,6 +43,7 @@ from atlas_kernels.ptx_units import (
 from atlas_kernels.ptx_warp import block_x, sync_named, sync_threads, thread_x
 from atlas_kernels.ptx_wgmma import descriptor
 from atlas_kernels.registry import kernel
+from atlas_kernels.turns import await_turn, end_turn
 
 _LARGEST = 3.4028234663852886e38
 _THREADS = 32 * NORM_WARPS
@@ -141,7 +142,7 @@ def _weights() -> Any:
 
 @kernel(
     "gemm_step_norm",
-    args="ptr ptr ptr ptr ptr i32 i32 i32 i64 i64 i32 f32",
+    args="ptr ptr ptr ptr ptr i32 i32 i32 i64 i64 i32 f32 ptr ptr",
     threads=lambda tile: tile.threads,
     min_blocks=lambda tile: tile.min_blocks,
     shared=lambda tile: tile.shared_bytes,
@@ -153,7 +154,7 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
 
     Arguments: the tensor map of W, as in ``gemm_step``; x (bf16, not ``out``), norm weight
     (float32); bias (float32) or 0; out and ``option`` as in ``gemm_step``; n, k (a multiple of 64),
-    m (up to ``held``); strides in bytes.
+    m (up to ``held``); strides in bytes; ``turns``.
     """
     k_block, consumers, asker = tile.k_block, tile.consumers, tile.asker
     box_rows, room, halves = tile.box_rows, tile.room, 2 if tile.gated else 1
@@ -161,7 +162,9 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
     consume, write = ring_consume(tile, _normed_rows(tile)), tile_write(tile)
     normalise, weights_of = _normalise(tile), _weights()
 
-    def gemm_step_norm(map_w, x, norm, bias, out, n, k, m, x_stride, out_stride, option, eps):
+    def gemm_step_norm(
+        map_w, x, norm, bias, out, n, k, m, x_stride, out_stride, option, eps, before, own
+    ):
         launch_dependents()
         base, thread = i32(dynamic_shared() + room), thread_x()
         column0 = i32(block_x() * box_rows)
@@ -171,7 +174,7 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
         if thread == asker:
             prefetch(map_w, base, steps, column0, 0)
         weights = weights_of(norm, thread, k)
-        wait_prerequisites()  # x and what out held are other kernels'
+        await_turn(before, own)  # x and what out held are other kernels'
         if thread < _THREADS:
             width = i32(steps * (k_block // UNIT))
             normalise(base, x, norm, weights, thread, width, m, k, x_stride, eps)
@@ -183,5 +186,6 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
             produce(map_w, 0, base, steps, column0, 0, 0)
         sync_threads()
         write(base, column0, 0, num_columns, m, bias, 0, out, 0, out_stride, option)
+        end_turn(own)
 
     return gemm_step_norm

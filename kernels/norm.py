@@ -32,6 +32,7 @@ from atlas_kernels.ptx_warp import (
     warp_sum,
 )
 from atlas_kernels.registry import kernel
+from atlas_kernels.turns import await_turn, end_turn
 from atlas_kernels.vector import Access, access, row_variants
 
 ROW_THREADS = 512  # 4,096 bf16 elements are one vector of 8 a thread, kept in registers
@@ -47,25 +48,27 @@ def _row_blocks(rows: Access) -> int:
 
 @kernel(
     "rmsnorm",
-    args="ptr ptr ptr i32 i64 i64 f32",
+    args="ptr ptr ptr i32 i64 i64 f32 ptr ptr",
     threads=ROW_THREADS,
     min_blocks=_row_blocks,
     variants=row_variants(),
 )
 def make_rmsnorm(rows: Access) -> Any:
-    """out = x / sqrt(mean(x²) + eps) · weight; grid (rows). ``out`` may be ``x``."""
+    """out = x / sqrt(mean(x²) + eps) · weight; grid (rows); ``turns``. ``out`` may be
+    ``x``.
+    """
     load, store, zero, item = rows.load, rows.store, rows.zero, rows.item_bytes
     mul, scale, add_squares, width = rows.mul, rows.scale, rows.add_squares, rows.width
     load_weight = access("f32", width).load_constant
 
-    def rmsnorm(x, weight, out, dim, x_stride, out_stride, eps):
+    def rmsnorm(x, weight, out, dim, x_stride, out_stride, eps, before, own):
         launch_dependents()
         first = thread_x() * width
         source = x + block_x() * x_stride
         weights = values = zero()
         if first < dim:
             weights = load_weight(weight + first * 4)
-        wait_prerequisites()
+        await_turn(before, own)
         if first < dim:
             values = load(source + first * item)
         total = add_squares(f32(0), values)
@@ -83,6 +86,7 @@ def make_rmsnorm(rows: Access) -> Any:
             scaled = scale(load(source + i * item), factor)
             store(target + i * item, mul(scaled, load_weight(weight + i * 4)))
             i += step
+        end_turn(own)
 
     return rmsnorm
 
