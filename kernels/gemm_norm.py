@@ -163,7 +163,20 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
     normalise, weights_of = _normalise(tile), _weights()
 
     def gemm_step_norm(
-        map_w, x, norm, bias, out, n, k, m, x_stride, out_stride, option, eps, before, own
+        map_w,
+        x,
+        norm,
+        bias,
+        out,
+        n,
+        k,
+        m,
+        x_stride,
+        out_stride,
+        option,
+        eps,
+        turn_before,
+        turn_own,
     ):
         launch_dependents()
         base, thread = i32(dynamic_shared() + room), thread_x()
@@ -174,7 +187,7 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
         if thread == asker:
             prefetch(map_w, base, steps, column0, 0)
         weights = weights_of(norm, thread, k)
-        await_turn(before, own)  # x and what out held are other kernels'
+        await_turn(turn_before, turn_own)  # x and what out held are other kernels'
         if thread < _THREADS:
             width = i32(steps * (k_block // UNIT))
             normalise(base, x, norm, weights, thread, width, m, k, x_stride, eps)
@@ -186,6 +199,6 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
             produce(map_w, 0, base, steps, column0, 0, 0)
         sync_threads()
         write(base, column0, 0, num_columns, m, bias, 0, out, 0, out_stride, option)
-        end_turn(own)
+        end_turn(turn_own)
 
     return gemm_step_norm
