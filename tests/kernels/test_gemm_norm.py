@@ -162,14 +162,28 @@ def test_rows_without_a_finite_sum(bench: Bench, name: str) -> None:
         np.testing.assert_array_equal(layer.fused(name, x, type, option), want)
 
 
+# Units of 8: of lanes 1 and 17 of warp 0, of lane 0 of warps 1 and 9.
+@pytest.mark.parametrize("units", [(1, 17), (32, 288)])
+def test_the_order_of_the_sum(bench: Bench, units: tuple[int, int]) -> None:
+    """Squares that overflow if those of two units meet before either meets the largest sum."""
+    _skip_without_hopper(bench)
+    row = np.zeros((1, 2560), np.float32)
+    row[0, :6] = np.array([4080, 360, 34, 7, 3, 1]) * 2.0**52  # squares: the largest float32
+    row[0, [8 * unit for unit in units]] = 2.0**51  # a quarter of its last bit
+    layer, x = Layer(bench, 16, 2560), bench.put(row, "bf16")
+    want = layer.apart(x, "f32", 1, gated=False)
+    assert not want.any(), "no overflow: the row says nothing of the order"
+    np.testing.assert_array_equal(layer.fused("c16", x, "f32", 1), want)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_no_warp_needs_to_be_first(ptx_of: Callable[[str], str], order: int) -> None:
     """Warps one after the other, from either end: a missing barrier would show."""
-    x = rounded(_normal(1, 576), "bf16")
+    x = rounded(_normal(1, 2048), "bf16")  # a unit for every thread that normalises
     results = []
     for how in (0, order):
         bench = machine_bench(ptx_of, how)
-        layer = Layer(bench, 24, 576)
+        layer = Layer(bench, 24, 2048)
         results.append(layer.fused("c16", bench.put(x, "bf16"), "f32", 1))
     np.testing.assert_array_equal(*results)
 
