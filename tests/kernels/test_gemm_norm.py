@@ -178,13 +178,16 @@ def test_the_order_of_the_sum(bench: Bench, units: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_no_warp_needs_to_be_first(ptx_of: Callable[[str], str], order: int) -> None:
-    """Warps one after the other, from either end: a missing barrier would show."""
-    x = rounded(_normal(1, 2048), "bf16")  # a unit for every thread that normalises
+    """Warps one after the other, from either end: a missing barrier would show.
+
+    Every warp has a part of the row, and the last ones multiply too.
+    """
+    x = rounded(_normal(1, 2048), "bf16")
     results = []
     for how in (0, order):
         bench = machine_bench(ptx_of, how)
-        layer = Layer(bench, 24, 2048)
-        results.append(layer.fused("c16", bench.put(x, "bf16"), "f32", 1))
+        layer = Layer(bench, 96, 2048)
+        results.append(layer.fused("c96", bench.put(x, "bf16"), "f32", 1))
     np.testing.assert_array_equal(*results)
 
 
