@@ -3,8 +3,8 @@
     python benchmarks/gpu_gemm_norm.py [--json FILE]
 
 Random bf16 weights of Qwen3-8B's shapes, as in ``gpu_gemm``; norms before q k v and before gate and
-up. For 1 to 4 rows: both ways bit for bit the same, every tile that takes the product; then the
-sweep both ways in turn, and each shape. Exits with 1 if bits differ. Needs torch.
+up. For one row: both ways bit for bit the same; then the sweep both ways in turn, and each shape.
+Exits with 1 if bits differ. Needs torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from atlas_kernels import build  # noqa: E402
-from atlas_kernels.gemm_norm_plan import NORM_ROWS, NORM_TILES, norm_variant  # noqa: E402
+from atlas_kernels.gemm_norm_plan import NORM_TILES, norm_variant  # noqa: E402
 from atlas_kernels.gemm_step_plan import TILES  # noqa: E402
 
 from benchmarks.gpu_gemm import (  # noqa: E402
@@ -44,95 +44,82 @@ EPS = np.float32(1e-6)
 
 
 class NormedSweep:
-    """The sweep with norms before q k v and before gate and up."""
+    """The sweep of one row with norms before q k v and before gate and up."""
 
     def __init__(self, sweep: Sweep) -> None:
         self.sweep, self.gpu, self.gemm = sweep, sweep.gpu, sweep.gemm
-        self.x, self.normed = _normal(NORM_ROWS, DIM) * 3, _normal(NORM_ROWS, DIM)
+        self.x, self.normed = _normal(1, DIM) * 3, _normal(1, DIM)
         self.norm = torch.rand(DIM, device="cuda") + 0.5
 
-    def step(self, weight: Tensor, m: int, out: Tensor, name: str | None) -> None:
-        """Norm and product: by the tile of ``NORM_TILES``, or one after the other."""
+    def step(self, weight: Tensor, out: Tensor, *, fused: bool) -> None:
+        """Norm and product: in one kernel, or one after the other."""
         (n, k), gated, width = weight.shape, tuple(weight.shape) == GATED, 2 * DIM
         x, norm = self.x.data_ptr(), self.norm.data_ptr()
-        stride = out.stride(0) * out.element_size()
-        if name is None:
+        if not fused:
             args = [x, norm, self.normed.data_ptr(), k, width, width, EPS]
-            self.gpu.run("rmsnorm_bf16", (m, 1), args)
-            self.gemm(weight, self.normed[:m], out, gated=gated)
+            self.gpu.run("rmsnorm_bf16", (1, 1), args)
+            self.gemm(weight, self.normed, out, gated=gated)
             return
+        name = norm_variant(n, k, 1, gated=gated)
         tile = NORM_TILES[name]
-        args = [self.gemm.map(weight, tile.weight_view(n, k)), x, norm, 0, out.data_ptr(), n, k, m]
-        args += [width, stride, 0, EPS]
-        self.gpu.run(f"gemm_step_norm_bf16_{name}", (tile.grid(n), 1), args)
+        args = [self.gemm.map(weight, tile.weight_view(n, k)), x, norm, 0, out.data_ptr(), n, k]
+        self.gpu.run(f"gemm_step_norm_bf16_{name}", (tile.grid(n), 1), [*args, 0, EPS])
 
-    def names(self, shape: tuple[int, int], m: int) -> list[str]:
-        """Tiles that take this product: the plan's first."""
-        n, k = shape
-        first = norm_variant(n, k, m, gated=shape == GATED)
-        wider = f"{str(first).rpartition('_')[0]}_{NORM_ROWS}"
-        return [name for name in dict.fromkeys((first, wider)) if name in NORM_TILES]
+    def check(self, checks: Checks) -> None:
+        """One kernel against two, bit for bit."""
+        for shape in NORMED:
+            weight = self.sweep.layers[0][LAYER_SHAPES.index(shape)]
+            want, got = (_poisoned(2, _width(shape), dtype=torch.bfloat16) for _ in range(2))
+            self.step(weight, want[:1], fused=False)
+            self.step(weight, got[:1], fused=True)
+            self.gpu.stream.sync()
+            same = torch.equal(got[0], want[0]) and bool(got[1].isnan().all())
+            checks.that(same, f"{shape}: not the bits of norm and product")
 
-    def check(self, checks: Checks, m: int) -> None:
-        """Every tile against the two kernels, bit for bit."""
-        for index, shape in ((0, NORMED[0]), (2, GATED)):
-            weight = self.sweep.layers[0][index]
-            width = shape[0] // 2 if shape == GATED else shape[0]
-            want = _poisoned(m, width, dtype=torch.bfloat16)
-            self.step(weight, m, want, None)
-            for name in self.names(shape, m):
-                got = _poisoned(m + 1, width, dtype=torch.bfloat16)
-                self.step(weight, m, got[:m], name)
-                self.gpu.stream.sync()
-                same = torch.equal(got[:m], want) and bool(got[m].isnan().all())
-                checks.that(same, f"{name}, {m} rows: not the bits of norm and product")
-
-    def us(self, m: int, *, fused: bool) -> float:
+    def us(self, *, fused: bool) -> float:
         """All weights once."""
 
         def chain() -> None:
             for weight in self.sweep.weights():
                 shape = (weight.shape[0], weight.shape[1])
                 if shape in NORMED:
-                    name = self.names(shape, m)[0] if fused else None
-                    self.step(weight, m, self._out(shape, m), name)
+                    self.step(weight, self._out(shape), fused=fused)
                 else:
-                    self.sweep.step(weight, m)
+                    self.sweep.step(weight, 1)
 
         return self.gpu.microseconds(chain, 1, 9)
 
-    def shape_us(self, shape: tuple[int, int], m: int, name: str | None) -> float:
+    def shape_us(self, shape: tuple[int, int], *, fused: bool) -> float:
         """Mean time of norm and product of one shape, in a chain over all layers."""
         chosen = [layer[LAYER_SHAPES.index(shape)] for layer in self.sweep.layers]
-        out = self._out(shape, m)
+        out = self._out(shape)
 
         def chain() -> None:
             for weight in chosen:
-                self.step(weight, m, out, name)
+                self.step(weight, out, fused=fused)
 
         return self.gpu.microseconds(chain, 1, 7) / len(chosen)
 
-    def _out(self, shape: tuple[int, int], m: int) -> Tensor:
-        width = shape[0] // 2 if shape == GATED else shape[0]
-        return self.sweep.out[: m * width].view(m, width)
+    def _out(self, shape: tuple[int, int]) -> Tensor:
+        return self.sweep.out[: _width(shape)].view(1, -1)
 
-    def report(self, checks: Checks) -> list[dict[str, Any]]:
-        """Print and return the figures of 1 to ``NORM_ROWS`` rows."""
-        figures = []
-        for m in range(1, NORM_ROWS + 1):
-            self.check(checks, m)
-            pairs = [(self.us(m, fused=False), self.us(m, fused=True)) for _ in range(3)]
-            apart, fused = np.median(np.array(pairs), axis=0) / 1e3
-            shapes = {
-                f"{shape[0]}x{shape[1]} {name or 'apart'}": round(self.shape_us(shape, m, name), 2)
-                for shape in NORMED
-                for name in (None, *self.names(shape, m))
-            }
-            print(
-                f"norms {m:4}  apart {apart:.3f} ms, in products {fused:.3f}  {shapes}", flush=True
-            )
-            figures.append({"rows": m, "apart_ms": apart, "ms": fused, "us": shapes})
-        return figures
+    def report(self, checks: Checks) -> dict[str, Any]:
+        """Print and return the figures."""
+        self.check(checks)
+        pairs = [(self.us(fused=False), self.us(fused=True)) for _ in range(3)]
+        apart, inside = np.median(np.array(pairs), axis=0) / 1e3
+        shapes = {
+            f"{n}x{k} {way}": round(self.shape_us((n, k), fused=way == "fused"), 2)
+            for n, k in NORMED
+            for way in ("apart", "fused")
+        }
+        print(f"norms apart {apart:.3f} ms, in products {inside:.3f}  {shapes}", flush=True)
+        return {"apart_ms": apart, "ms": inside, "us": shapes}
+
+
+def _width(shape: tuple[int, int]) -> int:
+    """Columns of the output."""
+    return shape[0] // 2 if shape == GATED else shape[0]
 
 
 def main() -> int:
@@ -153,7 +140,7 @@ def main() -> int:
     print("bits:", f"{len(checks.failed)} failed" if checks.failed else "all equal")
     if options.json:
         record = {"device": gpu.device.name, "read_tb_per_s": ceiling, "failed": checks.failed}
-        Path(options.json).write_text(json.dumps(record | {"sweeps": figures}, indent=1))
+        Path(options.json).write_text(json.dumps(record | {"sweep": figures}, indent=1))
     return int(bool(checks.failed))
 
 

@@ -1,9 +1,8 @@
-"""Units of eight neighbouring bf16, several of several rows to a thread, as intrinsics unroll them.
+"""Units of eight neighbouring bf16 of a row, several to a thread, as intrinsics unroll them.
 
-A thread has ``count`` units of each row, ``step`` apart; unit i of a row lies at ``address`` + i ·
-``step`` (bytes), and exists where ``left`` > i · ``step``: ``left`` is what there is from
-``address`` on, 0 or less for a thread that has none. Tuples hold row after row. Arithmetic is that
-of ``vector.access("bf16")``.
+A thread has ``count`` units; unit i lies at ``address`` + i · ``step`` (bytes), and exists where
+``left`` > i · ``step``: ``left`` is what there is from ``address`` on, 0 or less for a thread that
+has none. Arithmetic is that of ``vector.access("bf16")``.
 """
 
 from __future__ import annotations
@@ -45,25 +44,17 @@ def _load_four(builder: Any, member: Any, kind: str, args: list[Any], at: int) -
 
 
 @cache
-def load_units(rows: int, count: int, step: int) -> Any:
-    """(address, row stride, rows that exist, left) → words, or zeros, by plain loads.
-
-    All loads stand before the first use.
-    """
-    result = _words(4 * rows * count)
+def load_units(count: int, step: int) -> Any:
+    """(address, left) → words, or zeros, by plain loads; all stand before the first use."""
+    result = _words(4 * count)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address, stride, existing, left = args
         values: list[Any] = []
-        for row in range(rows):
-            is_there = builder.icmp_signed(">", existing, ir.Constant(_INT, row))
-            own = [address, builder.select(is_there, left, ir.Constant(_INT, 0))]
-            for i in range(count):
-                values += _load_four(builder, _INT, ".v4.b32", own, i * step)
-            address = builder.add(address, stride)
+        for i in range(count):
+            values += _load_four(builder, _INT, ".v4.b32", list(args), i * step)
         return context.make_tuple(builder, result, values)
 
-    return typed_intrinsic(result(i64, i64, i32, i32), codegen)
+    return typed_intrinsic(result(i64, i32), codegen)
 
 
 @cache
@@ -106,20 +97,17 @@ def unit_squares(count: int) -> Any:
 
 
 @cache
-def unit_products(rows: int, count: int) -> Any:
-    """(words, a factor for each row, weights) → words of x · factor · weight.
-
-    From left to right, and rounded.
-    """
-    words = _words(4 * rows * count)
+def unit_products(count: int) -> Any:
+    """(words, factor, weights) → words of x · factor · weight, from left to right, and rounded."""
+    words = _words(4 * count)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        values, factors, weights = (
-            flatten(builder, signature.args[i : i + 1], args[i : i + 1]) for i in range(3)
+        values, weights = (
+            flatten(builder, signature.args[i : i + 1], args[i : i + 1]) for i in (0, 2)
         )
         scaled = [
-            builder.fmul(builder.fmul(value, factors[i // len(weights)]), weights[i % len(weights)])
-            for i, value in enumerate(_unpacked(builder, values))
+            builder.fmul(builder.fmul(value, args[1]), weight)
+            for value, weight in zip(_unpacked(builder, values), weights, strict=True)
         ]
         packed = [
             _statement(builder, _INT, "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", scaled[i : i + 2])
@@ -127,56 +115,23 @@ def unit_products(rows: int, count: int) -> Any:
         ]
         return context.make_tuple(builder, words, packed)
 
-    return typed_intrinsic(words(words, _floats(rows), _floats(8 * count)), codegen)
+    return typed_intrinsic(words(words, f32, _floats(8 * count)), codegen)
 
 
 @cache
-def store_units(rows: int, count: int, row_step: int, step: int) -> Any:
-    """(shared address, left, words), the rows ``row_step`` bytes apart."""
-    words = _words(4 * rows * count)
+def store_units(count: int, step: int) -> Any:
+    """(shared address, left, words)."""
+    words = _words(4 * count)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         values = flatten(builder, signature.args[2:], args[2:])
-        for number in range(rows * count):
-            row, i = divmod(number, count)
+        for i in range(count):
             text = (
                 f"{{ .reg .pred p; setp.gt.s32 p, $1, {i * step};"
-                f" @p st.shared.v4.b32 [$0+{row * row_step + i * step}], {{$2, $3, $4, $5}}; }}"
+                f" @p st.shared.v4.b32 [$0+{i * step}], {{$2, $3, $4, $5}}; }}"
             )
-            unit = [*args[:2], *values[4 * number : 4 * number + 4]]
+            unit = [*args[:2], *values[4 * i : 4 * i + 4]]
             _statement(builder, ir.VoidType(), text, "r,r,r,r,r,r,~{memory}", unit)
         return context.get_dummy_value()
 
     return typed_intrinsic(types.void(i32, i32, words), codegen)
-
-
-@cache
-def store_sums(rows: int, count: int, row_step: int, step: int) -> Any:
-    """(shared address, sums): float32, a row's ``step`` bytes apart."""
-    sums = _floats(rows * count)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        for number, value in enumerate(flatten(builder, signature.args[1:], args[1:])):
-            row, i = divmod(number, count)
-            text = f"st.shared.f32 [$0+{row * row_step + i * step}], $1;"
-            _statement(builder, ir.VoidType(), text, "r,f,~{memory}", [args[0], value])
-        return context.get_dummy_value()
-
-    return typed_intrinsic(types.void(i32, sums), codegen)
-
-
-@cache
-def load_sums(rows: int, row_step: int) -> Any:
-    """(shared address) → a float32 of each row."""
-    sums = _floats(rows)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        values = [
-            _statement(
-                builder, _FLOAT, f"ld.shared.f32 $0, [$1+{row * row_step}];", "=f,r,~{memory}", args
-            )
-            for row in range(rows)
-        ]
-        return context.make_tuple(builder, sums, values)
-
-    return typed_intrinsic(sums(i32), codegen)

@@ -1,6 +1,6 @@
-"""A norm and a product: in one kernel for few rows of a bfloat16 matrix on sm_90a, else in two.
+"""A norm and a product: in one kernel for one row and a bfloat16 matrix on sm_90a, else in two.
 
-Which rows: ``offers.normed_product``. The bits are those of the two.
+Which matrices: ``offers.normed_product``. The bits are those of the two.
 """
 
 from __future__ import annotations
@@ -70,6 +70,6 @@ def _in_one(
     match("float32", f"{k}", norm)
     tile, bias = NORM_TILES[name], 0 if epilogue.bias is None else epilogue.bias
     args: Args = (queue.tensor_map(weight.values, *tile.weight_view(n, k)), x, norm, bias)
-    args += (out, n, k, m, x.strides[0], out.strides[0], store_option(epilogue, out), eps)
+    args += (out, n, k, store_option(epilogue, out), eps)
     queue.launch(f"gemm_step_norm_bf16_{name}", (tile.grid(n), 1), args, weight)
     return True

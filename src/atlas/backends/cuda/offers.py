@@ -50,7 +50,10 @@ def joins_shared_expert(config: ModelConfig, formats: Mapping[str, str]) -> bool
 
 
 def normed_product(arch: str, format: str, n: int, k: int, rows: int, *, gated: bool) -> str | None:
-    """The tile with which a matrix [n, k] takes the norm of its ``rows`` rows into its product."""
+    """The tile with which a matrix [n, k] takes the norm of one row into its product.
+
+    None where norm and product are two kernels, as for all other numbers of rows.
+    """
     if arch != "sm_90a" or format != "bf16" or (gated and n % 8):
         return None
     name: str | None = norm_variant(n, k, rows, gated=gated)

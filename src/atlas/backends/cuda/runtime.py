@@ -84,7 +84,7 @@ class CudaRuntime:
     prompt_sizes = PROMPT_SIZES
     promises = (
         "eager and graphed steps have the same bits",
-        "a norm that a product's kernel does itself, for few rows, has the bits of its own kernel",
+        "a norm that a product's kernel does itself, for one row, has the bits of its own kernel",
         "cached blocks that prompt tokens made serve prompts bitwise; those that generated tokens "
         "made (reuse_generated) change bits",
     )
