@@ -255,16 +255,15 @@ def make_attention_step(dim: int, tiles: int, held: int = 0) -> Any:
         q, k, v, gate, q_weight, k_weight, table, slots, k_pool, v_pool, out, tables, cu_rows,
         positions, partials, sums, counters, heads, kv_heads, half, max_rows, room, window,
         table_stride, q_stride, k_stride, v_stride, gate_stride, out_stride, scale, softcap, eps,
-        turn_before, turn_own,
+        before, own,
     ):  # fmt: skip
         launch_dependents()
         attend(
             q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,
             heads, kv_heads, max_rows, room, window, table_stride, q_stride, out_stride, scale,
             softcap, gate, gate_stride,
-            (k, v, q_weight, k_weight, table, slots, half, k_stride, v_stride, eps),
-            (turn_before, turn_own),
+            (k, v, q_weight, k_weight, table, slots, half, k_stride, v_stride, eps), (before, own),
         )  # fmt: skip
-        end_turn(turn_own)
+        end_turn(own)
 
     return attention_step

@@ -51,7 +51,7 @@ def make_cross_attention(dim: int, tiles: int) -> Any:
         attend(
             q, k_pool, v_pool, out, tables, cu_rows, lens, partials, sums, counters,
             heads, kv_heads, max_rows, room, i32(0), table_stride, q_stride, out_stride, scale,
-            f32(0), i64(0), i64(0), (), (i64(0), i64(0)),
+            f32(0), i64(0), i64(0), (),
         )  # fmt: skip
 
     return cross_attention

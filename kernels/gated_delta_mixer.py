@@ -19,6 +19,7 @@ from atlas_kernels.ptx_async import (
     copy_commit,
     copy_wait,
     launch_dependents,
+    wait_prerequisites,
 )
 from atlas_kernels.ptx_math import fast_rsqrt, fma, opaque, quotient, unpack_bf16
 from atlas_kernels.ptx_memory import (
@@ -47,7 +48,6 @@ from atlas_kernels.ptx_warp import (
     warp_sum,
 )
 from atlas_kernels.registry import kernel
-from atlas_kernels.turns import await_turn, end_turn
 from atlas_kernels.vector import Access, access
 
 AHEAD = 264
@@ -56,7 +56,7 @@ AHEAD = 264
 
 @kernel(
     "gated_delta_mixer_step",
-    args="ptr " * 16 + "i32 i32 i64 i64 i64 i64 f32 ptr ptr",
+    args="ptr " * 16 + "i32 i32 i64 i64 i64 i64 f32",
     threads=num_threads,
     min_blocks=2,
     variants={name: (*sizes, name == "d128_bf16") for name, sizes in VARIANTS.items()},
@@ -167,12 +167,12 @@ def make_gated_delta_mixer_step(dim: int, rows: Access, ahead: bool) -> Any:
         state = i64(slot) * heads + (block - sequence * heads)
         return states + state * (dim * dim * 4) if slot >= 0 else i64(0)
 
-    @device
-    def mix(
+    def gated_delta_mixer_step(
         x, gate, a, b, conv_weight, norm_weight, decay_log, dt_bias, slots, targets, begins, ends,
         states, tails, counters, out, key_heads, value_heads,
-        x_stride, gate_stride, ab_stride, out_stride, eps, turn,
+        x_stride, gate_stride, ab_stride, out_stride, eps,
     ):  # fmt: skip
+        launch_dependents()
         lane, warp, base = lane_id(), shuffle_b32(thread_x() >> 5, 0), buffer()
         sequence = quotient(block_x(), value_heads)
         head = i32(block_x() - sequence * value_heads)
@@ -194,7 +194,7 @@ def make_gated_delta_mixer_step(dim: int, rows: Access, ahead: bool) -> Any:
             first = i32((2 * key_heads + head) * dim)
         channel = i32(first + (element & (dim - 1)))
         line = i64(2 * key_heads + value_heads) * (dim * 4)
-        await_turn(turn[0], turn[1])
+        wait_prerequisites()
         if slot < 0 or begin >= end:
             return
         row, arrived = i32(begin), i32(0)
@@ -270,18 +270,5 @@ def make_gated_delta_mixer_step(dim: int, rows: Access, ahead: bool) -> Any:
             store_f32x2(tail, t0)
             store_f32x2(tail + line, t1)
             store_f32x2(tail + 2 * line, t2)
-
-    def gated_delta_mixer_step(
-        x, gate, a, b, conv_weight, norm_weight, decay_log, dt_bias, slots, targets, begins, ends,
-        states, tails, counters, out, key_heads, value_heads,
-        x_stride, gate_stride, ab_stride, out_stride, eps, turn_before, turn_own,
-    ):  # fmt: skip
-        launch_dependents()
-        mix(
-            x, gate, a, b, conv_weight, norm_weight, decay_log, dt_bias, slots, targets, begins,
-            ends, states, tails, counters, out, key_heads, value_heads,
-            x_stride, gate_stride, ab_stride, out_stride, eps, (turn_before, turn_own),
-        )  # fmt: skip
-        end_turn(turn_own)
 
     return gated_delta_mixer_step

@@ -32,7 +32,7 @@ from atlas_kernels.gemm_ring import (
     ring_produce,
     tile_write,
 )
-from atlas_kernels.ptx_async import async_fence, launch_dependents
+from atlas_kernels.ptx_async import async_fence, launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_math import divide, fast_rsqrt, opaque, quotient, vector_zero
 from atlas_kernels.ptx_memory import dynamic_shared, load_shared_f32, store_shared_f32
 from atlas_kernels.ptx_state import sum_over_lanes
@@ -46,7 +46,6 @@ from atlas_kernels.ptx_units import (
 from atlas_kernels.ptx_warp import block_x, sync_named, sync_threads, thread_x
 from atlas_kernels.ptx_wgmma import descriptor
 from atlas_kernels.registry import kernel
-from atlas_kernels.turns import await_turn, end_turn
 
 _LARGEST = 3.4028234663852886e38
 _THREADS = 32 * NORM_WARPS
@@ -128,7 +127,7 @@ def _normalise(sums_offset: int) -> Any:
 
 @kernel(
     "gemm_step_norm",
-    args="ptr ptr ptr ptr ptr i32 i32 i32 f32 ptr ptr",
+    args="ptr ptr ptr ptr ptr i32 i32 i32 f32",
     threads=lambda tile: tile.threads,
     min_blocks=lambda tile: tile.min_blocks,
     shared=lambda tile: tile.shared_bytes,
@@ -139,8 +138,7 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
     """out [1, n] = rmsnorm(x [1, k]) · Wᵀ + bias, or gated [1, n / 2]; grid (tile.grid(n)).
 
     Arguments: the tensor map of W, as in ``gemm_step``; x (bf16, not ``out``), norm weight
-    (float32); bias (float32) or 0; out and ``option`` as in ``gemm_step``; n, k (a multiple of 64);
-    ``turns``.
+    (float32); bias (float32) or 0; out and ``option`` as in ``gemm_step``; n, k (a multiple of 64).
     """
     k_block, consumers, asker = tile.k_block, tile.consumers, tile.asker
     box_rows, halves = tile.box_rows, 2 if tile.gated else 1
@@ -148,7 +146,7 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
     consume, write = ring_consume(tile, _normed_row(tile)), tile_write(tile)
     normalise = _normalise(tile.sums_offset)
 
-    def gemm_step_norm(map_w, x, norm, bias, out, n, k, option, eps, turn_before, turn_own):
+    def gemm_step_norm(map_w, x, norm, bias, out, n, k, option, eps):
         launch_dependents()
         base, thread = i32(dynamic_shared() + ROW_BYTES), thread_x()
         column0 = i32(block_x() * box_rows)
@@ -158,7 +156,7 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
         if thread == asker:
             prefetch(map_w, base, steps, column0, 0)
         weights = _weights(norm, thread, k)
-        await_turn(turn_before, turn_own)  # x and what out held are other kernels'
+        wait_prerequisites()  # x and what out held are other kernels'
         if thread < _THREADS:
             width = i32(steps * (k_block // UNIT))
             normalise(base, x, norm, weights, thread, width, k, eps)
@@ -171,6 +169,5 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
         sync_threads()
         count = opaque(1)  # of rows: a loop that the compiler knows to be short would be unrolled
         write(base, column0, 0, num_columns, count, bias, 0, out, 0, 0, option)
-        end_turn(turn_own)
 
     return gemm_step_norm

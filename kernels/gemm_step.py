@@ -60,8 +60,8 @@ def make_gemm_step(tile: StepTile) -> Any:
     sync_blocks = sync_threads if sharers == 1 else sync_cluster
 
     def gemm_step(
-        map_w, map_x, bias, residual, out, n, k, m, residual_stride, out_stride, option,
-        turn_before, turn_own,
+        map_w, map_x, bias, residual, out, n, k, m, residual_stride, out_stride, option, before,
+        own,
     ):  # fmt: skip
         launch_dependents()
         base, thread = dynamic_shared(), thread_x()
@@ -72,13 +72,13 @@ def make_gemm_step(tile: StepTile) -> Any:
         sync_blocks()  # the barriers are ready, in every thread block of the cluster
         if thread == consumers:
             prefetch(map_w, base, steps, column0, rank)
-        if turn_before == 0:
+        if before == 0:
             wait_prerequisites()  # x, residual and what out held are other kernels'
         if thread < consumers:
             consume(base, steps, thread)
         elif thread == consumers:
-            if turn_before != 0:
-                wait_for_turn(turn_before, turn_own)  # others wait for what it asks for
+            if before != 0:
+                wait_for_turn(before, own)  # the others wait for what this thread asks for
             produce(map_w, map_x, base, steps, column0, row0, rank)
         sync_threads()
         write(
@@ -87,6 +87,6 @@ def make_gemm_step(tile: StepTile) -> Any:
         )  # fmt: skip
         if sharers > 1:
             sync_cluster()  # nobody leaves while others tell it of stages
-        end_turn(turn_own)
+        end_turn(own)
 
     return gemm_step

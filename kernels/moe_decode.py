@@ -39,6 +39,7 @@ from atlas_kernels.ptx_async import (
     copy_commit,
     copy_wait,
     launch_dependents,
+    wait_prerequisites,
 )
 from atlas_kernels.ptx_math import (
     fma,
@@ -73,7 +74,6 @@ from atlas_kernels.ptx_warp import (
     thread_x,
 )
 from atlas_kernels.registry import kernel
-from atlas_kernels.turns import await_turn, end_turn
 
 _Y_BYTES = 2 * UNIT  # of a pair's outputs in shared memory
 _WORDS = UNIT // 2
@@ -84,7 +84,7 @@ _NONE = 1 << 24
 
 @kernel(
     "moe_gate_up",
-    args="ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64 ptr ptr",
+    args="ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64",
     threads=lambda tile: tile.threads,
     shared=lambda tile: tile.shared_bytes,
     min_blocks=lambda tile: tile.places,
@@ -159,21 +159,7 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
             value = f32(silu_mul(from_bf16(to_bf16(gate)), from_bf16(to_bf16(up))))
             store_b16(act + (i64(pair) * inner + column) * 2, to_bf16(value))
 
-    def moe_gate_up(
-        w,
-        w_shared,
-        x,
-        ids,
-        act,
-        m,
-        slots,
-        experts,
-        dim,
-        inner,
-        x_stride,
-        turn_before,
-        turn_own,
-    ):
+    def moe_gate_up(w, w_shared, x, ids, act, m, slots, experts, dim, inner, x_stride):
         base, lane, warp = dynamic_shared(), lane_id(), i32(thread_x() >> 5)
         one = i32(lanes() >> 5)  # as a step: loops are not unrolled
         tiles, x_at = i32(inner >> 3), i32(base + x_offset)
@@ -194,7 +180,7 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
                 far, far, i32(0), experts, dim, inner,
             )  # fmt: skip
             asked = i32(asked + one)
-        await_turn(turn_before, turn_own)
+        wait_prerequisites()
         launch_dependents()
         if warp == 0:
             ask_rows(base, x_at, x, x_stride, m, i32(2 * dim))
@@ -237,14 +223,13 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
             store_one(act, one, column, inner, total[0], total[2])
             store_one(act, two, column, inner, total[1], total[3])
             index = i32(index + warps)
-        end_turn(turn_own)
 
     return moe_gate_up
 
 
 @kernel(
     "moe_down",
-    args="ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64 i64 ptr ptr",
+    args="ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64 i64",
     threads=lambda tile: tile.threads,
     shared=lambda tile: tile.shared_bytes,
     min_blocks=lambda tile: tile.places,
@@ -331,7 +316,7 @@ def make_moe_down(tile: DecodeTile) -> Any:
 
     def moe_down(
         w, w_shared, ids, weights, act, residual, out, m, slots, experts, dim, inner,
-        residual_stride, out_stride, turn_before, turn_own,
+        residual_stride, out_stride,
     ):  # fmt: skip
         launch_dependents()
         base, lane, warp = dynamic_shared(), lane_id(), i32(thread_x() >> 5)
@@ -358,7 +343,7 @@ def make_moe_down(tile: DecodeTile) -> Any:
         if thread_x() < pairs:
             weight = load_f32(weights + i64(thread_x()) * 4)
             store_shared_f32(base + weights_offset + thread_x() * 4, weight)
-        await_turn(turn_before, turn_own)
+        wait_prerequisites()
         if warp == 0:
             ask_rows(base, act_at, act, i64(inner) * 2, pairs, i32(2 * inner))
         sync_threads()
@@ -396,6 +381,5 @@ def make_moe_down(tile: DecodeTile) -> Any:
             combine(base, y_at, before, out, columns, m, slots, out_stride)
             if group + 1 < groups:
                 sync_threads()
-        end_turn(turn_own)
 
     return moe_down

@@ -27,6 +27,7 @@ from atlas_kernels.ptx_async import (
     copy_commit,
     copy_wait,
     launch_dependents,
+    wait_prerequisites,
 )
 from atlas_kernels.ptx_math import divide, fast_rsqrt, opaque, pack_bf16, remainder, unpack_bf16
 from atlas_kernels.ptx_memory import (
@@ -55,7 +56,6 @@ from atlas_kernels.ptx_warp import (
     thread_x,
 )
 from atlas_kernels.registry import kernel
-from atlas_kernels.turns import await_turn, end_turn
 from atlas_kernels.vector import access
 
 THREADS = 256
@@ -275,7 +275,7 @@ def _no_fence():
 
 ARGS = (
     "ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i32 i32 i32 f32 f32 f32 i64 i64"
-    " i64 ptr ptr"
+    " i64"
 )
 
 
@@ -293,7 +293,7 @@ def router_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_
     def moe_router(
         x, norm, router, active, bias, normed, scores, ids, weights, counter, m, dim, columns,
         experts, top_k, slots, use_sigmoid, normalize, eps, epsilon, scaling, x_stride,
-        normed_stride, scores_stride, turn_before, turn_own,
+        normed_stride, scores_stride,
     ):  # fmt: skip
         launch_dependents()
         base, lane, warp = dynamic_shared(), lane_id(), i32(thread_x() >> 5)
@@ -307,7 +307,7 @@ def router_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_
         if active != 0:
             is_active = load_b32(active + row * 4)
         source = x + row * x_stride
-        await_turn(turn_before, turn_own)
+        wait_prerequisites()
         words = words_of(nothing, lane, source, dim)
         arrived()
         sync_threads()  # the norm's weights are there, while the rows are on their way
@@ -353,7 +353,6 @@ def router_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_
                     num_slots, use_sigmoid, normalize, epsilon, scaling,
                 )  # fmt: skip
             turn = i32(turn - 1)
-        end_turn(turn_own)
 
     return moe_router
 

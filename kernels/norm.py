@@ -61,14 +61,14 @@ def make_rmsnorm(rows: Access) -> Any:
     mul, scale, add_squares, width = rows.mul, rows.scale, rows.add_squares, rows.width
     load_weight = access("f32", width).load_constant
 
-    def rmsnorm(x, weight, out, dim, x_stride, out_stride, eps, turn_before, turn_own):
+    def rmsnorm(x, weight, out, dim, x_stride, out_stride, eps, before, own):
         launch_dependents()
         first = thread_x() * width
         source = x + block_x() * x_stride
         weights = values = zero()
         if first < dim:
             weights = load_weight(weight + first * 4)
-        await_turn(turn_before, turn_own)
+        await_turn(before, own)
         if first < dim:
             values = load(source + first * item)
         total = add_squares(f32(0), values)
@@ -86,7 +86,7 @@ def make_rmsnorm(rows: Access) -> Any:
             scaled = scale(load(source + i * item), factor)
             store(target + i * item, mul(scaled, load_weight(weight + i * 4)))
             i += step
-        end_turn(turn_own)
+        end_turn(own)
 
     return rmsnorm
 

@@ -7,5 +7,5 @@ COUNTER_BYTES = 128
 another."""
 FULL_ROUND = 1 << 16
 """What a launch adds to its counter; thread blocks of a grid are fewer."""
-ARGUMENTS = (("turn_before", "ptr"), ("turn_own", "ptr"))
+ARGUMENTS = (("before", "ptr"), ("own", "ptr"))
 """The last arguments of a kernel that takes turns."""

@@ -4,11 +4,11 @@
 which takes 0.7 to 1.4 µs on an H200. Here every thread block counts at the end of its work, and the
 next kernel, which is on the GPU already, looks at the counter: about 0.4 µs.
 
-A kernel takes two more arguments, last: ``turn_before``, the counter of the launch before it, and
-``turn_own``, its own; 0 where there is none, and then it waits as kernels do. A counter is never
-reset. Its lower 16 bits count thread blocks; what the first one adds makes them overflow when all
-have counted, so the 48 bits above count launches. All counters of a graph stand at the same launch
-when it begins, so a kernel knows from its own what that of the one before will show.
+A kernel takes two more arguments, last: ``before``, the counter of the launch before it, and
+``own``, its own; 0 where there is none, and then it waits as kernels do. A counter is never reset.
+Its lower 16 bits count thread blocks; what the first one adds makes them overflow when all have
+counted, so the 48 bits above count launches. All counters of a graph stand at the same launch when
+it begins, so a kernel knows from its own what that of the one before will show.
 
 The thread blocks that are waited for have all begun: a kernel starts early only when each of the
 one before has called ``launch_dependents``. And as each waits for its own turn, whoever has seen a
@@ -44,7 +44,7 @@ proxy_fence = instruction("", "", "fence.proxy.async.global;")
 
 @device
 def wait_for_turn(before, own):
-    """By one thread, which may ask TMA for what others wrote: until the turn before has ended."""
+    """By one thread: until all thread blocks of the launch before have ended their turn."""
     _wait(before, i64(((load_b64(own) >> 16) + i64(1)) << 16))
     proxy_fence()
 
@@ -58,7 +58,6 @@ def await_turn(before, own):
         if thread_x() == 0:
             wait_for_turn(before, own)
         sync_threads()
-        proxy_fence()
 
 
 @device
