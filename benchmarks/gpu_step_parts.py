@@ -56,7 +56,7 @@ def kind_of(launch: Any) -> str:
 def microseconds(runtime: Any, recording: Recording, count: int) -> float:
     """Median time of a graph of these launches."""
     device = runtime.device
-    graph = CapturedGraph(device, recording, runtime._capture_stream)
+    graph = CapturedGraph(device, recording.compile(device), runtime._capture_stream)
     api, driver = device.driver.api, device.driver
     start, end = (driver(api.cuEventCreate(0), "an event") for _ in range(2))
     times = []

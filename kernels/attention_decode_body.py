@@ -35,6 +35,7 @@ from atlas_kernels.ptx_async import (
     copy16_or_zero,
     copy_commit,
     copy_wait,
+    wait_prerequisites,
 )
 from atlas_kernels.ptx_math import (
     fast_reciprocal,
@@ -85,7 +86,6 @@ from atlas_kernels.ptx_warp import (
     sync_warp,
     thread_x,
 )
-from atlas_kernels.turns import await_turn
 
 FEW_BLOCKS = 256
 """Thread blocks up to which all run at once on a large GPU, with time before their turn."""
@@ -176,7 +176,7 @@ def attention_body(
     def attend(
         q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,
         heads, kv_heads, max_rows, room, window, table_stride, q_stride, out_stride, scale, softcap,
-        gate, gate_stride, fresh, turn,
+        gate, gate_stride, fresh,
     ):  # fmt: skip
         group = quotient(heads, kv_heads)
         row_groups = quotient(max_rows * group + (rows - 1), rows)
@@ -202,7 +202,7 @@ def attention_body(
         workers = i32(min(num_blocks_y(), num_splits))
         if block_y() >= workers:
             if block_x() + block_y() == 0:
-                await_turn(turn[0], turn[1])  # one thread block must: the kernels after rely on it
+                wait_prerequisites()  # one thread block must: the kernels after rely on it
             return
 
         base, lane, warp = dynamic_shared(), lane_id(), shuffle_b32(thread_x() >> 5, 0)
@@ -216,7 +216,7 @@ def attention_body(
             store_shared_b32(at, max(0, position - window + 1) if window > 0 else 0)
             store_shared_b32(at + 4, position)
         if not is_apart:
-            await_turn(turn[0], turn[1])  # the kernel before stored keys
+            wait_prerequisites()  # the kernel before stored keys
 
         factor = f32(LOG2_E) if softcap > f32(0) else scale * f32(LOG2_E)
         inner = scale * fast_reciprocal(softcap) if softcap > f32(0) else f32(0)
@@ -263,7 +263,7 @@ def attention_body(
             while attempt < 2:
                 if is_first:
                     if is_apart and attempt == 1:
-                        await_turn(turn[0], turn[1])
+                        wait_prerequisites()
                     bring(base, q, q_stride, fresh, fresh_at, asked, attempt == 1)
                 first = load_rows(base + row_limits + (lane >> 2) * 8)
                 last = load_rows(base + row_limits + (lane >> 2) * 8 + 4)

@@ -56,7 +56,6 @@ from atlas_kernels.ptx_warp import (
 )
 from atlas_kernels.registry import kernel
 from atlas_kernels.rope import WIDTH, rotate_head, rotate_normed_head
-from atlas_kernels.turns import end_turn
 from atlas_kernels.vector import access
 
 _SINK_BYTES = 4 * THREADS
@@ -213,7 +212,7 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
 
 _ARGS = (
     "ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr"
-    " i32 i32 i32 i32 i32 i32 i32 i64 i64 i64 i64 i64 f32 f32 f32 ptr ptr"
+    " i32 i32 i32 i32 i32 i32 i32 i64 i64 i64 i64 i64 f32 f32 f32"
 )
 
 
@@ -255,15 +254,13 @@ def make_attention_step(dim: int, tiles: int, held: int = 0) -> Any:
         q, k, v, gate, q_weight, k_weight, table, slots, k_pool, v_pool, out, tables, cu_rows,
         positions, partials, sums, counters, heads, kv_heads, half, max_rows, room, window,
         table_stride, q_stride, k_stride, v_stride, gate_stride, out_stride, scale, softcap, eps,
-        before, own,
     ):  # fmt: skip
         launch_dependents()
         attend(
             q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,
             heads, kv_heads, max_rows, room, window, table_stride, q_stride, out_stride, scale,
             softcap, gate, gate_stride,
-            (k, v, q_weight, k_weight, table, slots, half, k_stride, v_stride, eps), (before, own),
+            (k, v, q_weight, k_weight, table, slots, half, k_stride, v_stride, eps),
         )  # fmt: skip
-        end_turn(own)
 
     return attention_step

@@ -31,9 +31,8 @@ from atlas_kernels.ptx_math import quotient, remainder
 from atlas_kernels.ptx_memory import dynamic_shared
 from atlas_kernels.ptx_warp import block_x, sync_threads, thread_x
 from atlas_kernels.registry import kernel
-from atlas_kernels.turns import end_turn, wait_for_turn
 
-ARGS = "ptr ptr ptr ptr ptr i32 i32 i32 i64 i64 i32 ptr ptr"
+ARGS = "ptr ptr ptr ptr ptr i32 i32 i32 i64 i64 i32"
 
 
 @kernel(
@@ -51,7 +50,7 @@ def make_gemm_step(tile: StepTile) -> Any:
     Arguments: the tensor maps of W and of x (``tile.weight_view``, ``tile.row_view``), both bf16
     with the 128-byte swizzle; bias (float32) and residual (bf16) or 0; out, bf16, or float32
     where ``option`` is 1 (gated: bf16, no residual, and ``option`` chooses gelu with tanh); n, k,
-    m; strides in bytes; ``turns``. k is a multiple of 64.
+    m; strides in bytes. k is a multiple of 64.
     """
     k_block, consumers, halves = tile.k_block, tile.consumers, 2 if tile.gated else 1
     rows, box_rows, sharers = tile.rows, tile.box_rows, tile.sharers
@@ -59,10 +58,7 @@ def make_gemm_step(tile: StepTile) -> Any:
     consume, write = ring_consume(tile, stage_rows(tile)), tile_write(tile)
     sync_blocks = sync_threads if sharers == 1 else sync_cluster
 
-    def gemm_step(
-        map_w, map_x, bias, residual, out, n, k, m, residual_stride, out_stride, option, before,
-        own,
-    ):  # fmt: skip
+    def gemm_step(map_w, map_x, bias, residual, out, n, k, m, residual_stride, out_stride, option):
         launch_dependents()
         base, thread = dynamic_shared(), thread_x()
         rank = i32(remainder(block_x(), sharers))
@@ -72,13 +68,10 @@ def make_gemm_step(tile: StepTile) -> Any:
         sync_blocks()  # the barriers are ready, in every thread block of the cluster
         if thread == consumers:
             prefetch(map_w, base, steps, column0, rank)
-        if before == 0:
-            wait_prerequisites()  # x, residual and what out held are other kernels'
+        wait_prerequisites()  # x, residual and what out held are other kernels'
         if thread < consumers:
             consume(base, steps, thread)
         elif thread == consumers:
-            if before != 0:
-                wait_for_turn(before, own)  # the others wait for what this thread asks for
             produce(map_w, map_x, base, steps, column0, row0, rank)
         sync_threads()
         write(
@@ -87,6 +80,5 @@ def make_gemm_step(tile: StepTile) -> Any:
         )  # fmt: skip
         if sharers > 1:
             sync_cluster()  # nobody leaves while others tell it of stages
-        end_turn(own)
 
     return gemm_step

@@ -32,7 +32,6 @@ from atlas_kernels.ptx_warp import (
     warp_sum,
 )
 from atlas_kernels.registry import kernel
-from atlas_kernels.turns import await_turn, end_turn
 from atlas_kernels.vector import Access, access, row_variants
 
 ROW_THREADS = 512  # 4,096 bf16 elements are one vector of 8 a thread, kept in registers
@@ -48,27 +47,25 @@ def _row_blocks(rows: Access) -> int:
 
 @kernel(
     "rmsnorm",
-    args="ptr ptr ptr i32 i64 i64 f32 ptr ptr",
+    args="ptr ptr ptr i32 i64 i64 f32",
     threads=ROW_THREADS,
     min_blocks=_row_blocks,
     variants=row_variants(),
 )
 def make_rmsnorm(rows: Access) -> Any:
-    """out = x / sqrt(mean(x²) + eps) · weight; grid (rows); ``turns``. ``out`` may be
-    ``x``.
-    """
+    """out = x / sqrt(mean(x²) + eps) · weight; grid (rows). ``out`` may be ``x``."""
     load, store, zero, item = rows.load, rows.store, rows.zero, rows.item_bytes
     mul, scale, add_squares, width = rows.mul, rows.scale, rows.add_squares, rows.width
     load_weight = access("f32", width).load_constant
 
-    def rmsnorm(x, weight, out, dim, x_stride, out_stride, eps, before, own):
+    def rmsnorm(x, weight, out, dim, x_stride, out_stride, eps):
         launch_dependents()
         first = thread_x() * width
         source = x + block_x() * x_stride
         weights = values = zero()
         if first < dim:
             weights = load_weight(weight + first * 4)
-        await_turn(before, own)
+        wait_prerequisites()
         if first < dim:
             values = load(source + first * item)
         total = add_squares(f32(0), values)
@@ -86,7 +83,6 @@ def make_rmsnorm(rows: Access) -> Any:
             scaled = scale(load(source + i * item), factor)
             store(target + i * item, mul(scaled, load_weight(weight + i * 4)))
             i += step
-        end_turn(own)
 
     return rmsnorm
 

@@ -24,11 +24,7 @@ LLVM = {
 }
 NUMBA = {"h": types.int16, "r": types.int32, "l": types.int64, "f": types.float32}
 
-BEFORE_SM90 = {
-    "griddepcontrol.wait;": "",
-    "griddepcontrol.launch_dependents;": "",
-    "fence.proxy.async.global;": "",
-}
+BEFORE_SM90 = {"griddepcontrol.wait;": "", "griddepcontrol.launch_dependents;": ""}
 """Instructions that sm_80 lacks and what stands in their place there: one source for all."""
 
 

@@ -90,7 +90,6 @@ class Gpu:
         config.sharedMemBytes, config.hStream = info.dynamic_shared_bytes, self.stream.handle
         config.attrs = self._attributes(info.cluster)
         config.numAttrs = len(config.attrs)
-        args = [*args, *[0] * (2 if len(info.arguments) == len(args) + 2 else 0)]  # ``turns``
         values = tuple(v.item() if isinstance(v, np.generic) else v for v in args)
         types = tuple(_TYPES[kind] for _, kind in info.arguments)
         self._check(driver.cuLaunchKernelEx(config, function, (values, types), 0))

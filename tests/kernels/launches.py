@@ -89,34 +89,15 @@ class Bench:
         return decode(now, buffer.type).reshape(buffer.shape)
 
 
-def no_turns(given: int, taken: int) -> list[int]:
-    """What a kernel that takes turns has more, where nobody waits for it and it for nobody."""
-    return [0] * (2 if taken == given + 2 else 0)
-
-
 def machine_bench(ptx_of: Callable[[str], str], order: int = 0) -> Bench:
-    """A bench on the PTX machine; ``order`` of the warps as in ``ptx_machine.launch``.
-
-    Kernels that can take turns do: each waits for the one before, and every thread block of it must
-    count once.
-    """
+    """A bench on the PTX machine; ``order`` of the warps as in ``ptx_machine.launch``."""
     from atlas_kernels.registry import load_table
-    from atlas_kernels.turn_counters import FULL_ROUND
 
     memory, table = Memory(), load_table()
-    last = [0]
 
     def run(name: str, grid: tuple[int, int], args: list[Any]) -> None:
-        kernel, own = table[name], 0
-        if len(kernel.kinds) == len(args) + 2:
-            own = memory.put(np.zeros(1, np.uint64))
-            memory.constants.add(own)
-            args = [*args, last[0], own]
-        launch(ptx_of(name), grid, kernel.threads, args, memory, order, kernel.shared_bytes)
-        if own:
-            count = memory.get(own, np.zeros(1, np.uint64))
-            assert count == FULL_ROUND, "a thread block that did not count, or twice"
-        last[0] = own
+        shared = table[name].shared_bytes
+        launch(ptx_of(name), grid, table[name].threads, args, memory, order, shared)
 
     return Bench(memory, run)
 

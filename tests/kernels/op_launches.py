@@ -16,7 +16,7 @@ from atlas.backends.cuda.array import ITEM_BYTES, DeviceArray, contiguous_stride
 from atlas.backends.cuda.launch import packed_arguments
 from atlas.backends.cuda.pack import DeviceMatrix, host_rows, host_units, layout, row_runs
 from atlas.ops.blocks import HostMatrix
-from tests.kernels.launches import Bench, decode, encode, no_turns
+from tests.kernels.launches import Bench, decode, encode
 from tests.ops.cases import Case
 
 _STEP_FLOAT32 = {"q_norm", "k_norm", "rope_table"}
@@ -83,12 +83,11 @@ class BenchQueue:
 
         declared = load_table()[kernel]
         names = argument_names(declared.make(), declared)
-        turns = no_turns(len(args), len(names))
-        packed_arguments(kernel, tuple(zip(names, declared.kinds, strict=True)), (*args, *turns))
+        packed_arguments(kernel, tuple(zip(names, declared.kinds, strict=True)), args)
         values = [a.address if isinstance(a, DeviceArray) else a for a in args]
         values = [
             np.float32(value) if kind == "f32" else value
-            for value, kind in zip(values, declared.kinds, strict=False)
+            for value, kind in zip(values, declared.kinds, strict=True)
         ]
         self.launched.append(kernel)
         self.bench.run(kernel, (grid[0], grid[1]), values)

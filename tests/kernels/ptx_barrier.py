@@ -18,15 +18,10 @@ _LOOP = re.compile(
     r"\s*@p bra DONE; bra WAIT; DONE:"
 )
 
-_TURN = re.compile(
-    r"WAIT: ld\.acquire\.gpu\.global\.b64 v, (\[[^\]]+\]); setp\.ge\.u64 p, v, ([^;\s]+);"
-    r"\s*@p bra DONE; bra WAIT; DONE:"
-)
-
 
 def without_loops(ptx: str) -> str:
-    """PTX with each loop that waits as one instruction: ``mbarrier.wait``, ``turn.wait``."""
-    return _LOOP.sub(r"mbarrier.wait \1, \2;", _TURN.sub(r"turn.wait \1, \2;", ptx))
+    """PTX with each loop that waits for a barrier as one instruction, ``mbarrier.wait``."""
+    return _LOOP.sub(r"mbarrier.wait \1, \2;", ptx)
 
 
 @dataclass

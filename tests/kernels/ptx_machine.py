@@ -34,7 +34,6 @@ _NOTHING_TO_DO = (
     "prefetch.global.L2",
     "wgmma.fence.sync.aligned",
     "fence.proxy.async.shared::cta",
-    "fence.proxy.async.global",
     "fence.proxy.tensormap::generic.acquire.gpu",
     "setmaxnreg.inc.sync.aligned.u32",
     "setmaxnreg.dec.sync.aligned.u32",
@@ -233,8 +232,6 @@ class _Block:
             warps_of(active)
             numbers, counts = (self._read(operand).astype(np.int64) for operand in operands)
             self.named.arrive(numbers, counts, active, wait=parts[1] == "sync")
-        elif name in ("red", "turn"):
-            self._turn(name, operands, active)
         elif name == "wgmma" and parts[1] != "fence":
             self._multiply(parts[1], operands, active)
         elif name in ("ld", "st"):
@@ -484,18 +481,6 @@ class _Block:
             is_over = np.zeros(active.size, bool)
             is_over[active] = self.barriers.wait(addresses, numbers, self.shared)
             self._stall(active & ~is_over)
-
-    def _turn(self, name: str, operands: list[str], active: Array) -> None:
-        """Count in global memory, or wait for a count: of kernels before, which are over."""
-        addresses, numbers = self._address(operands[0]), self._read(operands[1])
-        for thread in np.flatnonzero(active):
-            at = self.memory.indices(addresses[[thread]], 8)[0]
-            count = self.memory.data[at].view(np.uint64)
-            if name == "red":
-                self.memory.data[at] = (count + numbers[thread]).view(np.uint8)
-            else:
-                assert count >= numbers[thread], "a turn that never comes"
-                self.waited = True
 
     def _atomic_add(self, space: str, operands: list[str], active: Array) -> None:
         old = np.zeros(self.pc.size, np.uint64)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from atlas_kernels.turn_counters import COUNTER_BYTES
-
 if TYPE_CHECKING:
+    from atlas._native.cuda_launch import CudaLaunchList
     from atlas.backends.cuda.device import CudaDevice
-    from atlas.backends.cuda.launch import Recording
 
 
 class CapturedGraph:
-    """What a recording launches, replayed by the device itself; its kernels take turns.
+    """What a list launches, replayed by the device itself.
 
     Kernels read slots, positions, lengths and block tables from device memory, so a graph holds
     nothing of the sequences that run in it.
@@ -20,28 +18,16 @@ class CapturedGraph:
     Parameters
     ----------
     device : CudaDevice
-    recording : Recording
+    launches : CudaLaunchList
+        Is kept: it owns what the kernels' arguments point to.
     stream : int
         Captured on this stream, which nobody else uses meanwhile; a foreign stream may not allow
         it.
     """
 
-    def __init__(self, device: CudaDevice, recording: Recording, stream: int) -> None:
+    def __init__(self, device: CudaDevice, launches: CudaLaunchList, stream: int) -> None:
         self._device = device
-        self._counters = 0
-        if device.has_dependent_launch:  # else a kernel begins when the one before has ended
-            nbytes = len(recording.launches) * COUNTER_BYTES
-            self._counters = device.allocate(nbytes, "a graph's counters")
-            device.fill(self._counters, nbytes)
-        try:
-            self._launches = recording.compile(device, self._counters)  # owns what they point to
-            self._capture(stream)
-        except BaseException:
-            device.free(self._counters)
-            raise
-
-    def _capture(self, stream: int) -> None:
-        device, launches = self._device, self._launches
+        self._launches = launches
         driver, api = device.driver, device.driver.api
         mode = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         driver(api.cuStreamBeginCapture(stream, mode), "capturing a graph")
@@ -70,4 +56,3 @@ class CapturedGraph:
         if executable is not None and self._device.driver.failure is None:
             driver = self._device.driver
             driver(driver.api.cuGraphExecDestroy(executable))
-            self._device.free(self._counters)

@@ -13,9 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from atlas_kernels.turn_counters import ARGUMENTS as TURN_ARGUMENTS
-from atlas_kernels.turn_counters import COUNTER_BYTES
-
 from atlas._native.cuda_launch import CudaLaunchList
 from atlas.backends.cuda.array import DeviceArray
 from atlas.errors import KernelError, ShapeError
@@ -62,25 +59,15 @@ class Recording:
     launches: list[Launch] = field(default_factory=list)
     keep: list[object] = field(default_factory=list)
 
-    def compile(self, device: CudaDevice, counters: int = 0) -> CudaLaunchList:
-        """Load the kernels and build the list that replays these launches.
-
-        With ``counters``, the address of a zeroed one for each launch, kernels that can take turns
-        (``atlas_kernels.turns``) do.
-        """
+    def compile(self, device: CudaDevice) -> CudaLaunchList:
+        """Load the kernels and build the list that replays these launches."""
         names = {item.kernel for item in self.launches if isinstance(item, KernelLaunch)}
         device.kernels.load(sorted(names))
         compiled = CudaLaunchList(device.driver.launch_address)
-        before = 0
-        for number, item in enumerate(self.launches):
-            own, args = 0, getattr(item, "args", ())
+        for item in self.launches:
             if isinstance(item, KernelLaunch):
                 kernel = device.kernels[item.kernel]
                 info = kernel.info
-                if info.arguments[-2:] == TURN_ARGUMENTS:
-                    if counters and item.kernel not in device.kernels.own:
-                        own = counters + number * COUNTER_BYTES
-                    args = (*args, before if own else 0, own)
                 compiled.append_kernel(
                     item.kernel,
                     kernel.function,
@@ -89,13 +76,12 @@ class Recording:
                     info.dynamic_shared_bytes,
                     info.cluster,
                     device.has_dependent_launch,
-                    packed_arguments(item.kernel, info.arguments, args),
+                    packed_arguments(item.kernel, info.arguments, item.args),
                 )
             elif isinstance(item, MatmulLaunch):
                 compiled.append_matmul(item.function, item.args)
             else:
                 compiled.append_call(item.function)
-            before = own
         compiled.keep.extend(self.keep)
         return compiled
 

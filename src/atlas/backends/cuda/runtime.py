@@ -265,7 +265,7 @@ class CudaRuntime:
         table = self._sampling.copy_in(self._turn)
         if step.graph is not None:
             step.graph.launch()
-        elif step.launches is not None:
+        else:
             device.run(step.launches)
         self._choose(buffers, shape, table)
         # Not where the region has been read, as the step would then begin after the record.
@@ -320,11 +320,9 @@ class CudaRuntime:
         return decodes
 
     def _keep(self, network: Any, padded: Any, recording: Recording) -> RecordedStep:
+        step = RecordedStep(recording.compile(self.device))
         if self.kind == "graphed" and self._is_decode(padded):
-            graph = CapturedGraph(self.device, recording, self._capture_stream)
-            step = RecordedStep(graph=graph)
-        else:
-            step = RecordedStep(recording.compile(self.device))
+            step.graph = CapturedGraph(self.device, step.launches, self._capture_stream)
         self._recorded[network, padded] = step
         if len(self._recorded) > _RECORDED:
             _, oldest = self._recorded.popitem(last=False)

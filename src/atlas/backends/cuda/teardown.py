@@ -20,9 +20,9 @@ class _Closable(Protocol):
 
 @dataclass(eq=False)
 class RecordedStep:
-    """The launches of one shape, as a list or as a graph."""
+    """The launches of one shape, and their graph where they run as one."""
 
-    launches: CudaLaunchList | None = None
+    launches: CudaLaunchList
     graph: CapturedGraph | None = None
 
     def close(self) -> None:
