@@ -24,7 +24,12 @@ LLVM = {
 }
 NUMBA = {"h": types.int16, "r": types.int32, "l": types.int64, "f": types.float32}
 
-BEFORE_SM90 = {"griddepcontrol.wait;": "", "griddepcontrol.launch_dependents;": ""}
+WAIT_PREREQUISITES = (
+    "{ .reg .pred p; .reg .b32 n; mov.u32 n, %nctaid.x; setp.ne.u32 p, n, 0;"
+    " @!p bra GO; griddepcontrol.wait; GO: }"
+)
+"""In a block of its own: else the assembler moves loads that stand before the wait behind it."""
+BEFORE_SM90 = {WAIT_PREREQUISITES: "", "griddepcontrol.launch_dependents;": ""}
 """Instructions that sm_80 lacks and what stands in their place there: one source for all."""
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from atlas_kernels.ptx import instruction
+from atlas_kernels.ptx import WAIT_PREREQUISITES, instruction
 
 # -- programmatic dependent launch -------------------------------------------------------------
 
 launch_dependents = instruction("", "", "griddepcontrol.launch_dependents;")
 """Let the next kernel of the stream start, up to its ``wait_prerequisites``."""
-wait_prerequisites = instruction("", "", "griddepcontrol.wait;", collective=True)
+wait_prerequisites = instruction("", "", WAIT_PREREQUISITES, collective=True)
 """Wait until the kernels before this one have ended and their writes are visible.
 
 Every kernel calls both. With triggers at the top, a kernel's beginning may overlap with any kernel

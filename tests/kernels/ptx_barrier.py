@@ -18,9 +18,17 @@ _LOOP = re.compile(
     r"\s*@p bra DONE; bra WAIT; DONE:"
 )
 
+_BRANCH = re.compile(
+    r"mov\.u32 n, %nctaid\.x; setp\.ne\.u32 p, n, 0;\s*@!p bra GO; griddepcontrol\.wait; GO:"
+)
+
 
 def without_loops(ptx: str) -> str:
-    """PTX with each loop that waits for a barrier as one instruction, ``mbarrier.wait``."""
+    """PTX with each loop that waits for a barrier as one instruction, ``mbarrier.wait``.
+
+    And the wait for the kernel before without the branch around it, which is never taken.
+    """
+    ptx = _BRANCH.sub("griddepcontrol.wait;", ptx)
     return _LOOP.sub(r"mbarrier.wait \1, \2;", ptx)
 
 
