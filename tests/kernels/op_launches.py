@@ -24,6 +24,7 @@ _STEP_OLDER = {"slots", "block_tables", "cu_rows", "positions", "k_pool", "v_poo
 _FLOAT32 = {
     "rmsnorm": {"weight"},
     "layernorm": {"weight", "bias"},
+    "rmsnorm": {"weight"},
     "add_positions": {"table"},
     "top_candidates": {"logits", "values", "totals"},
     "rope": {"table"},

@@ -28,6 +28,7 @@ def test_rmsnorm(bench: Bench, type: str, suffix: str, dim: int) -> None:
     x, weight = rounded(_normal(2, dim), type), _normal(dim, seed=1)
     source, out = bench.put(x, type, pad=8), bench.empty((2, dim), type)
     scale = bench.put(weight[None], "f32")
+    bench.early(scale.address)
     args = [source.address, scale.address, out.address, dim, source.stride, out.stride, EPS]
     bench.run(f"rmsnorm_{type}{suffix}", (2, 1), args)
     want = np.empty_like(x)
@@ -42,6 +43,7 @@ def test_a_block_sum_does_not_depend_on_who_comes_first(
     """Warps one after the other, from either end: a missing barrier would show."""
     together = machine_bench(ptx_of)
     x, weight = together.put(_normal(1, 4096), "f32"), together.put(_normal(1, 4096), "f32")
+    together.early(weight.address)
     out = [together.empty((1, 4096), "f32") for _ in range(2)]
     for buffer, how in zip(out, (0, order), strict=True):
         args = [x.address, weight.address, buffer.address, 4096, 0, 0, EPS]
@@ -61,6 +63,7 @@ def test_a_block_sum_does_not_depend_on_who_comes_first(
 def test_add_rmsnorm_is_add_then_rmsnorm(bench: Bench, type: str, suffix: str, dim: int) -> None:
     x, old = bench.put(_normal(2, dim), type), _normal(2, dim, seed=1)
     weight = bench.put(_normal(1, dim, seed=2), "f32")
+    bench.early(weight.address)
     kept, again = bench.put(old, type, pad=8), bench.put(old, type, pad=8)
     out, want = bench.empty((2, dim), type), bench.empty((2, dim), type)
     args = [x.address, kept.address, weight.address, out.address, dim]
