@@ -24,7 +24,6 @@ _STEP_OLDER = {"slots", "block_tables", "cu_rows", "positions", "k_pool", "v_poo
 _FLOAT32 = {
     "rmsnorm": {"weight"},
     "layernorm": {"weight", "bias"},
-    "rmsnorm": {"weight"},
     "add_positions": {"table"},
     "top_candidates": {"logits", "values", "totals"},
     "rope": {"table"},
@@ -59,6 +58,7 @@ _OLDER = {
     "attention_step": _STEP_OLDER,
     "attention_step_gated": _STEP_OLDER,
     "cross_attention": {"source_tables", "cu_rows", "source_lens", "k_pool", "v_pool"},
+    "rmsnorm": {"weight"},
     "layernorm": {"weight", "bias"},
     "moe_router": {"norm", "slots"},
     "rmsnorm_linear": {"norm"},
