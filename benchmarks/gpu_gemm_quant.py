@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from atlas_kernels import build  # noqa: E402
-from atlas_kernels.gemm_step_plan import rung  # noqa: E402
+from atlas_kernels.gemm_step_plan import TensorView, rung  # noqa: E402
 from atlas_kernels.quant_plan import (  # noqa: E402
     CELL_K,
     CELLS,
@@ -85,7 +85,8 @@ class QuantGemm:
         form = form or quant_form(n, gated=shape == GATED)
         key = f"{self.type}_{form}_{quant_rung(m)}"
         tile = QUANT_TILES[key]
-        args: list[Any] = [units.data_ptr(), self.gemm.map(x, tile.rows), 0, 0, out.data_ptr()]
+        view = TensorView((tile.rows, 64), (m, k), (2 * x.stride(0),))
+        args: list[Any] = [units.data_ptr(), self.gemm.map(x, view), 0, 0, out.data_ptr()]
         args += [n, k, m, 0, out.stride(0) * out.element_size()]
         args += [int(out.dtype == torch.float32)]
         self.gpu.run(f"gemm_step_{key}", (tile.grid(n), 1), args)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from atlas_kernels.gemm_step_plan import MMA_TILES, TILES, rung
+from atlas_kernels.gemm_step_plan import BOX_K, MMA_TILES, TILES, TensorView, rung
 from atlas_kernels.quant_plan import (
     CELL_K,
     CELLS,
@@ -122,13 +122,14 @@ class Weights:
         weight = self.bench.put(self.values, "bf16")
         self.bench.early(weight.address)
         name = f"wide_{rung(x.shape[0])}"
-        if self.is_machine or self.bench.memory.arch != "sm_90a":
+        if self.is_machine or self.bench.memory.arch != "sm_90a" or self.k % BOX_K:
             last = [weight.stride, x.stride]
             args = [weight.address, x.address]
             kernel, grid = f"gemm_step_mma_bf16_{name}", MMA_TILES[name].grid(self.n)
         else:
             last, tile = [], TILES[name]
-            args = [self._map(weight, tile.box_rows), self._map(x, tile.rows)]
+            views = tile.weight_view(self.n, self.k), tile.row_view(x.shape[0], self.k, x.stride)
+            args = [self._view(*pair) for pair in zip((weight, x), views, strict=True)]
             kernel, grid = f"gemm_step_bf16_{name}", tile.grid(self.n)
         return self._run(kernel, grid, args, last, x.shape[0], self.n, "f32", {})
 
@@ -151,6 +152,10 @@ class Weights:
         width = self.n // 2 if tile.gated else self.n
         kernel, grid = f"gemm_step_mma_{name}", tile.grid(self.n)
         return self._run(kernel, grid, args, [x.stride], x.shape[0], width, type, options)
+
+    def _view(self, matrix: Buffer, view: TensorView) -> int:
+        encoded = self.bench.memory.tensor_map(matrix.address, view.shape, view.box, view.strides)
+        return self.bench.memory.put(np.frombuffer(encoded, np.uint8))
 
     def _map(self, matrix: Buffer, box_rows: int) -> int:
         encoded = self.bench.memory.tensor_map(matrix.address, matrix.shape, (box_rows, 64))
