@@ -21,7 +21,7 @@ class TensorView(NamedTuple):
     """How a tensor map sees a matrix of bf16: a box, the whole and strides, outermost axis first.
 
     Strides in bytes, without the innermost. Blocks of ``BOX_K`` elements of K are an axis of their
-    own, so that one copy brings several: a thread that asks for copies takes some 50 ns for each.
+    own, so that one copy brings several.
     """
 
     box: tuple[int, ...]
