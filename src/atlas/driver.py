@@ -192,7 +192,7 @@ class Driver:
         """Take in the inbox and run one step; False when there was nothing to do."""
         self._core.require_alive()  # before the lock, which a forked child may never get
         self._let_others()
-        with self._step_lock, self._core.driven_here():
+        with self._step_lock, self._core.driven_here(step=True):
             if self._stepping:
                 raise ModelBusyError("a callback of a step cannot step the same engine")
             self._stepping = True

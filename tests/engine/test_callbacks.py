@@ -88,6 +88,47 @@ def test_a_callback_may_submit_and_cancel_but_not_step(engine: Engine) -> None:
         assert ids_of(events[name]) == engine.generate(PROMPTS[name], PARAMS).token_ids
 
 
+def test_a_callback_may_cancel_what_its_own_step_runs(engine: Engine) -> None:
+    """A call that it may not make, or a stream it leaves, takes nothing from the step."""
+    stream = engine.stream(PROMPTS["c"], PARAMS)
+    next(stream)
+
+    def processor(prompt: Any, output: Any, row: Any) -> None:
+        if len(output) == 2:
+            engine.cancel("c")
+            with pytest.raises(ModelBusyError):
+                engine.generate(PROMPTS["b"], PARAMS)
+            stream.close()  # type: ignore[attr-defined]
+
+    expected = engine.generate(PROMPTS["b"], PARAMS).token_ids
+    engine.submit(PROMPTS["a"], PARAMS.replace(logits_processor=processor), request_id="a")
+    for name in "bc":
+        engine.submit(PROMPTS[name], PARAMS, request_id=name)
+    events = drain(engine)
+    assert events["c"][-1].finish_reason == "cancelled"
+    assert len(ids_of(events["c"])) == 3  # that of the step under way too
+    assert ids_of(events["b"]) == expected
+    assert events["a"][-1].error is None
+
+
+def test_a_callback_does_not_drive_the_model(engine: Engine) -> None:
+    """Its rows would stand in the place of those that others still choose from."""
+    sampled = PARAMS.replace(temperature=1.0, seed=5, logits_processor=lambda *_: None)
+    expected = engine.generate(PROMPTS["b"], sampled).token_ids
+
+    def processor(prompt: Any, output: Any, row: Any) -> None:
+        with engine.paused() as model, pytest.raises(ModelBusyError, match="callback of a step"):
+            model.lifecycle.alloc_sequence()
+        with pytest.raises(ModelBusyError, match="callback of a step"):
+            engine.model.lifecycle.alloc_sequence()
+
+    engine.submit(PROMPTS["a"], PARAMS.replace(logits_processor=processor), request_id="a")
+    engine.submit(PROMPTS["b"], sampled, request_id="b")
+    events = drain(engine)
+    assert events["a"][-1].error is None
+    assert ids_of(events["b"]) == expected
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_owner_thread_that_dies_tells_everybody(engine: Engine) -> None:
     bad = PARAMS.replace(logits_processor=raising(3, SystemExit(3)))
