@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,6 +128,66 @@ def test_a_callback_does_not_drive_the_model(engine: Engine) -> None:
     events = drain(engine)
     assert events["a"][-1].error is None
     assert ids_of(events["b"]) == expected
+
+
+def test_a_callback_of_the_owner_thread_does_not_wait_for_it(engine: Engine) -> None:
+    raised: list[BaseException] = []
+
+    def processor(prompt: Any, output: Any, row: Any) -> None:
+        with pytest.raises(ModelBusyError) as caught:
+            list(iter(lambda: engine.poll(0.1), []))  # those that there were already
+        raised.append(caught.value)
+
+    params = PARAMS.replace(logits_processor=processor, max_tokens=3)
+    engine.start()
+    engine.submit(PROMPTS["a"], params, request_id="a")
+    events: list[Event] = []
+    while not (events and events[-1].is_last):
+        events += engine.poll(0.2)
+    assert events[-1].error is None
+    assert len(raised) == 3
+
+
+def test_whoever_pauses_the_owner_thread_takes_the_steps(engine: Engine) -> None:
+    engine.start()
+    with engine.paused():
+        engine.submit(PROMPTS["a"], PARAMS, request_id="a")
+        events = engine.poll(0.2)
+        assert events
+        while not events[-1].is_last:
+            events += engine.poll(0.2)
+        assert engine.poll() == []
+        assert ids_of(events) == engine.generate(PROMPTS["a"], PARAMS).token_ids
+
+
+@pytest.mark.parametrize("how", ["callback", "pause"])
+def test_an_owner_thread_that_waits_for_a_step_is_stopped_by_it(folder: Path, how: str) -> None:
+    """Whoever holds the model does not wait for the thread that waits for the model."""
+    engine = Engine(folder, threads=1, quiet=True)
+
+    def start_and_stop(*_: Any) -> None:
+        engine.start()
+        time.sleep(0.05)  # it wants to step
+        engine.stop()
+        assert not engine._driver.owned
+
+    def run() -> None:
+        if how == "callback":
+            params = PARAMS.replace(max_tokens=2, logits_processor=start_and_stop)
+            results.append(engine.generate(PROMPTS["a"], params).token_ids)
+        else:
+            engine.submit(PROMPTS["a"], PARAMS)
+            with engine._driver._step_lock:  # as a pause that began a moment ago
+                start_and_stop()
+        results.append(engine.generate(PROMPTS["a"], PARAMS).token_ids)
+        engine.close()
+
+    results: list[Any] = []
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(results[-1]) == 12
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
