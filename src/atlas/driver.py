@@ -192,7 +192,7 @@ class Driver:
         """Take in the inbox and run one step; False when there was nothing to do."""
         self._core.require_alive()  # before the lock, which a forked child may never get
         self._let_others()
-        with self._step_lock, self._core.driven_here():
+        with self._step_lock, self._core.driven_here(step=True):
             if self._stepping:
                 raise ModelBusyError("a callback of a step cannot step the same engine")
             self._stepping = True
@@ -306,7 +306,7 @@ class Driver:
             events = self.take_events()
             if events or (end is not None and time.monotonic() >= end):
                 return events
-            if self.owned:
+            if self._waits_for_owner:
                 with self._state:
                     if not self._events:
                         left = _POLL_S if end is None else min(_POLL_S, end - time.monotonic())
@@ -343,9 +343,12 @@ class Driver:
 
     @property
     def _waits_for_owner(self) -> bool:
-        """Whether another thread takes the caller's steps."""
-        owner = self._owner
-        return owner is not None and owner.is_alive and not owner.is_current
+        """Whether another thread takes the caller's steps.
+
+        Not those of whoever holds the step lock, in a pause or in a callback of a step: the owner
+        waits for it.
+        """
+        return self.owned and not self._holds_step_lock()
 
     def require_not_owned(self, what: str) -> None:
         """Raise ModelBusyError while the owner thread runs and this is not its pause."""
@@ -370,7 +373,8 @@ class Driver:
             return  # a forked child has no such thread, and may find the lock held
         if owner.is_current:
             raise WrongThreadError("the owner thread cannot stop itself")
-        owner.stop()
+        # In a pause, or in a callback of our own step, it may wait for the lock that we hold.
+        owner.stop(wait=not self._holds_step_lock())
         with self._state:
             if self._owner is owner:  # else another thread has started a new one
                 self._owner = None
@@ -384,7 +388,12 @@ class Driver:
     def step_as_owner(self) -> bool:
         """One step of the owner thread; False when it must end."""
         try:
-            self.advance()
+            self._let_others()
+            with self._step_lock:
+                owner = self._owner
+                if owner is None or not owner.is_current:
+                    return False  # stopped by whoever held the lock
+                self.advance()
         except ClosedError:
             return False
         except BaseException as error:

@@ -27,6 +27,7 @@ from atlas.errors import (
     ClosedError,
     InvalidArgumentError,
     KvExhausted,
+    ModelBusyError,
     StaleHandleError,
 )
 from atlas.event import Event
@@ -325,15 +326,19 @@ class Engine:
             raise
 
     def _abandon(self, requests: Sequence[LiveRequest]) -> None:
-        """Cancel requests and give their blocks back now, unless the owner thread will."""
+        """Cancel requests and give their blocks back now, unless the owner thread will.
+
+        In a callback of a step, or where a generator is collected within one, the step that
+        follows gives them back: the one under way still counts on every request that it runs.
+        """
         for request in requests:
             self._driver.cancel(request.request_id)
         try:
             if not self._driver.owned:
-                with self._driver.exclusive():
-                    self._driver.take_inbox()
-        except (ClosedError, StaleHandleError):
-            return  # nothing is left to give back
+                with self._driver.between_steps():
+                    pass
+        except (ClosedError, StaleHandleError, ModelBusyError):
+            return  # nothing is left to give back, or not yet
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Complete one prompt, giving out text as it becomes final.
@@ -784,7 +789,8 @@ class Engine:
         CapabilityError
             The model does not translate.
         AtlasError
-            A single text failed while it ran. Of several, a failed one has ``error`` set.
+            All hypotheses or samples of a single text failed while they ran. Else a failed one has
+            ``finish_reason == "error"``, its translation ``error`` set, and the others go on.
         """
         self._require_open()
         translator = self._translator("translate")

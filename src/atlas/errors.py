@@ -5,6 +5,19 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+def shown(value: object) -> str:
+    """A value as messages give it: its repr, cut short where it is long.
+
+    Integers of thousands of digits have none: Python refuses to spell them out.
+    """
+    try:
+        text = repr(value)
+    except ValueError:
+        bits = value.bit_length() if isinstance(value, int) else 0
+        return f"an integer of {bits} bits" if bits else f"a {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
 class AtlasError(Exception):
     """Any error that Atlas raises on purpose; ``code`` is stable across versions."""
 
@@ -78,7 +91,7 @@ class WrongThreadError(AtlasError):
 
 
 class ModelBusyError(AtlasError):
-    """The engine's owner thread is driving the model."""
+    """The engine's owner thread, or a step that is under way, is driving the model."""
 
     code = 13
 

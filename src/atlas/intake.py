@@ -13,6 +13,7 @@ from atlas.errors import (
     InvalidArgumentError,
     PromptTooLongError,
     TokenizerError,
+    shown,
 )
 from atlas.generation import Generation, Weights
 from atlas.live_request import LiveRequest, Sink
@@ -155,7 +156,7 @@ def checked_priority(priority: int) -> int:
     """A 32-bit priority."""
     whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
     if not whole or not -(2**31) < priority < 2**31:
-        raise InvalidArgumentError(f"priority is {priority!r}; allowed: a 32-bit integer")
+        raise InvalidArgumentError(f"priority is {shown(priority)}; allowed: a 32-bit integer")
     return int(priority)
 
 

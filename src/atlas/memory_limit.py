@@ -6,7 +6,7 @@ import dataclasses
 from numbers import Integral
 
 from atlas.cache.kv import BLOCK_SIZE
-from atlas.errors import InvalidArgumentError
+from atlas.errors import InvalidArgumentError, shown
 from atlas.model.load import LoadOptions, plan_load
 from atlas.weights.checkpoint import Checkpoint
 
@@ -27,7 +27,7 @@ def within_limit(checkpoint: Checkpoint, options: LoadOptions, memory_limit: int
     whole = isinstance(memory_limit, Integral) and not isinstance(memory_limit, bool)
     if not whole or memory_limit < 1:
         raise InvalidArgumentError(
-            f"memory_limit is {memory_limit!r}; allowed: an integer of 1 or more, in bytes"
+            f"memory_limit is {shown(memory_limit)}; allowed: an integer of 1 or more, in bytes"
         )
     plan = plan_load(checkpoint, options)
     if plan.memory.total <= memory_limit:

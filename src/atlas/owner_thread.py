@@ -42,12 +42,13 @@ class OwnerThread:
         """Whether the caller is the thread itself."""
         return threading.current_thread() is self._thread
 
-    def stop(self) -> None:
-        """End the thread after its present step, and wait for that."""
+    def stop(self, *, wait: bool = True) -> None:
+        """End the thread after its present step, and wait for that unless it waits for us."""
         with self._state:
             self._stopping = True
             self._state.notify_all()
-        self._thread.join()
+        if wait:
+            self._thread.join()
 
     def _run(self) -> None:
         while True:

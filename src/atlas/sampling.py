@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.errors import InvalidArgumentError
+from atlas.errors import InvalidArgumentError, shown
 
 LogitsProcessor = Callable[
     [Sequence[int], Sequence[int], NDArray[np.float32]], NDArray[np.float32] | None
@@ -316,7 +316,7 @@ _BIAS = _Span(-1e4, 1e4)
 
 
 def _refusal(name: str, value: object, allowed: object) -> InvalidArgumentError:
-    return InvalidArgumentError(f"{name} is {value!r}; allowed: {allowed}")
+    return InvalidArgumentError(f"{name} is {shown(value)}; allowed: {allowed}")
 
 
 def _integer(name: str, value: object, span: _Span) -> int | None:

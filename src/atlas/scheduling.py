@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from atlas.errors import InvalidArgumentError
+from atlas.errors import InvalidArgumentError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,14 @@ class SchedulingOptions:
             whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
             if not whole or not low <= value <= high:
                 raise InvalidArgumentError(
-                    f"{name} is {value!r}; allowed: an integer, {low} … {high}"
+                    f"{name} is {shown(value)}; allowed: an integer, {low} … {high}"
                 )
             object.__setattr__(self, name, int(value))  # NumPy's integers too
         for name in ("token_deadline_s", "aging_s"):
             value = getattr(self, name)
             number = isinstance(value, numbers.Real) and not isinstance(value, bool)
             if not number or not 0 <= value < 1e9:
-                raise InvalidArgumentError(f"{name} is {value!r}; allowed: seconds, 0 or more")
+                raise InvalidArgumentError(f"{name} is {shown(value)}; allowed: seconds, 0 or more")
             object.__setattr__(self, name, float(value))
         if not isinstance(self.preemption, str) or self.preemption not in ("requeue", "spill"):
             raise InvalidArgumentError(

@@ -119,9 +119,11 @@ class Translating:
         results = [translation_of(request, done[request.request_id]) for request in requests]
         if not single:
             return results
-        if results[0].error is not None:
-            raise results[0].error
-        return results[0]
+        (found,) = results
+        failed = all(hypothesis.finish_reason == "error" for hypothesis in found.hypotheses)
+        if found.error is not None and failed:
+            raise found.error
+        return found
 
 
 def is_single_source(texts: Any) -> bool:

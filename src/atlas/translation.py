@@ -59,14 +59,17 @@ class BeamParams:
     num_return: int = 1
 
     def __post_init__(self) -> None:
-        if whole_number("num_beams", self.num_beams, 1) > MAX_BEAMS:
-            raise InvalidArgumentError(f"num_beams is {self.num_beams}; allowed: 1 … {MAX_BEAMS}")
-        if self.max_tokens is not None:
-            whole_number("max_tokens", self.max_tokens, 1)
+        least = {"num_beams": 1, "max_tokens": 1, "no_repeat_ngram": 0, "num_return": 1}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None or name != "max_tokens":
+                # NumPy's integers would overflow where they are multiplied.
+                object.__setattr__(self, name, whole_number(name, value, low))
         require_length_penalty(self.length_penalty)
         require_early_stopping(self.early_stopping)
-        whole_number("no_repeat_ngram", self.no_repeat_ngram, 0)
-        if whole_number("num_return", self.num_return, 1) > self.num_beams:
+        if self.num_beams > MAX_BEAMS:
+            raise InvalidArgumentError(f"num_beams is {self.num_beams}; allowed: 1 … {MAX_BEAMS}")
+        if self.num_return > self.num_beams:
             raise InvalidArgumentError(
                 f"num_return is {self.num_return}; allowed: 1 … num_beams ({self.num_beams})"
             )

@@ -6,11 +6,12 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields as fields_of
 from dataclasses import replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from atlas.errors import CapabilityError, InvalidArgumentError, TokenizerError
+from atlas.errors import CapabilityError, InvalidArgumentError, TokenizerError, shown
 from atlas.generation import Weights
 from atlas.intake import Intake, Messages, Prompt, checked_priority, checked_request_id
 from atlas.live_request import Sink
@@ -87,11 +88,12 @@ class TranslationIntake(Intake):
         """The token id of a code, or the id itself."""
         if isinstance(language, str):
             return self.languages.token_id(language)
-        if isinstance(language, bool) or not isinstance(language, int):
+        if isinstance(language, bool) or not isinstance(language, Integral):
             raise InvalidArgumentError(
-                f"a language is {language!r}; allowed: a code such as 'eng_Latn', or its token id"
+                f"a language is {shown(language)}; "
+                "allowed: a code such as 'eng_Latn', or its token id"
             )
-        return language
+        return int(language)  # NumPy's integers too, as token ids
 
     @property
     def has_default_languages(self) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from atlas._native.beam_search import BeamSearch
-from atlas.errors import AtlasError, KvExhausted, NonFiniteLogitsError
+from atlas.errors import AtlasError, InvalidArgumentError, KvExhausted, NonFiniteLogitsError
 from atlas.generation import Generation
 from atlas.interrupts import interrupts_deferred
 from atlas.live_request import LiveRequest
@@ -329,9 +329,11 @@ class TranslationLoop:
             hypotheses = decode.best(len(request.generations))
             deltas = [request.take(i, found) for i, found in enumerate(hypotheses)]
             for generation in request.generations[len(hypotheses) :]:
-                deltas.append(
-                    generation.fail(AtlasError(f"the search found {len(hypotheses)} hypotheses"))
+                error = InvalidArgumentError(
+                    f"num_return is {len(request.generations)}; allowed for this search: "
+                    f"1 … {len(hypotheses)}, all the hypotheses it could find"
                 )
+                deltas.append(generation.fail(error))
             self.recorder.result(request, request.num_tokens, clock)
             self._report(request, list(enumerate(deltas)), clock)
 

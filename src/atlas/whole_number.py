@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from atlas.errors import InvalidArgumentError
+from atlas.errors import InvalidArgumentError, shown
 
 MOST = 2**62
 """Bound of counts that have no other: they must fit the native counters."""
@@ -25,5 +25,5 @@ def whole_number(name: str, value: Any, least: int, most: int = MOST) -> int:
     except TypeError:
         number = least - 1
     if isinstance(value, bool) or not least <= number <= most:
-        raise InvalidArgumentError(f"{name} is {value!r}; allowed: an integer, {bounds}")
+        raise InvalidArgumentError(f"{name} is {shown(value)}; allowed: an integer, {bounds}")
     return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,107 @@ def test_a_callback_may_submit_and_cancel_but_not_step(engine: Engine) -> None:
     assert len(ids_of(events["a"])) == 3
     for name in "bc":
         assert ids_of(events[name]) == engine.generate(PROMPTS[name], PARAMS).token_ids
+
+
+def test_a_callback_may_cancel_what_its_own_step_runs(engine: Engine) -> None:
+    """A call that it may not make, or a stream it leaves, takes nothing from the step."""
+    stream = engine.stream(PROMPTS["c"], PARAMS)
+    next(stream)
+
+    def processor(prompt: Any, output: Any, row: Any) -> None:
+        if len(output) == 2:
+            engine.cancel("c")
+            with pytest.raises(ModelBusyError):
+                engine.generate(PROMPTS["b"], PARAMS)
+            stream.close()  # type: ignore[attr-defined]
+
+    expected = engine.generate(PROMPTS["b"], PARAMS).token_ids
+    engine.submit(PROMPTS["a"], PARAMS.replace(logits_processor=processor), request_id="a")
+    for name in "bc":
+        engine.submit(PROMPTS[name], PARAMS, request_id=name)
+    events = drain(engine)
+    assert events["c"][-1].finish_reason == "cancelled"
+    assert len(ids_of(events["c"])) == 3  # that of the step under way too
+    assert ids_of(events["b"]) == expected
+    assert events["a"][-1].error is None
+
+
+def test_a_callback_does_not_drive_the_model(engine: Engine) -> None:
+    """Its rows would stand in the place of those that others still choose from."""
+    sampled = PARAMS.replace(temperature=1.0, seed=5, logits_processor=lambda *_: None)
+    expected = engine.generate(PROMPTS["b"], sampled).token_ids
+
+    def processor(prompt: Any, output: Any, row: Any) -> None:
+        with engine.paused() as model, pytest.raises(ModelBusyError, match="callback of a step"):
+            model.lifecycle.alloc_sequence()
+        with pytest.raises(ModelBusyError, match="callback of a step"):
+            engine.model.lifecycle.alloc_sequence()
+
+    engine.submit(PROMPTS["a"], PARAMS.replace(logits_processor=processor), request_id="a")
+    engine.submit(PROMPTS["b"], sampled, request_id="b")
+    events = drain(engine)
+    assert events["a"][-1].error is None
+    assert ids_of(events["b"]) == expected
+
+
+def test_a_callback_of_the_owner_thread_does_not_wait_for_it(engine: Engine) -> None:
+    raised: list[BaseException] = []
+
+    def processor(prompt: Any, output: Any, row: Any) -> None:
+        with pytest.raises(ModelBusyError) as caught:
+            list(iter(lambda: engine.poll(0.1), []))  # those that there were already
+        raised.append(caught.value)
+
+    params = PARAMS.replace(logits_processor=processor, max_tokens=3)
+    engine.start()
+    engine.submit(PROMPTS["a"], params, request_id="a")
+    events: list[Event] = []
+    while not (events and events[-1].is_last):
+        events += engine.poll(0.2)
+    assert events[-1].error is None
+    assert len(raised) == 3
+
+
+def test_whoever_pauses_the_owner_thread_takes_the_steps(engine: Engine) -> None:
+    engine.start()
+    with engine.paused():
+        engine.submit(PROMPTS["a"], PARAMS, request_id="a")
+        events = engine.poll(0.2)
+        assert events
+        while not events[-1].is_last:
+            events += engine.poll(0.2)
+        assert engine.poll() == []
+        assert ids_of(events) == engine.generate(PROMPTS["a"], PARAMS).token_ids
+
+
+@pytest.mark.parametrize("how", ["callback", "pause"])
+def test_an_owner_thread_that_waits_for_a_step_is_stopped_by_it(folder: Path, how: str) -> None:
+    """Whoever holds the model does not wait for the thread that waits for the model."""
+    engine = Engine(folder, threads=1, quiet=True)
+
+    def start_and_stop(*_: Any) -> None:
+        engine.start()
+        time.sleep(0.05)  # it wants to step
+        engine.stop()
+        assert not engine._driver.owned
+
+    def run() -> None:
+        if how == "callback":
+            params = PARAMS.replace(max_tokens=2, logits_processor=start_and_stop)
+            results.append(engine.generate(PROMPTS["a"], params).token_ids)
+        else:
+            engine.submit(PROMPTS["a"], PARAMS)
+            with engine._driver._step_lock:  # as a pause that began a moment ago
+                start_and_stop()
+        results.append(engine.generate(PROMPTS["a"], PARAMS).token_ids)
+        engine.close()
+
+    results: list[Any] = []
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(results[-1]) == 12
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

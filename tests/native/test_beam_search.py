@@ -192,6 +192,10 @@ def test_arguments_that_do_not_fit() -> None:
         source_rows.write_rows([rows], one, one, one, one, table, one, one, one, table)
     with pytest.raises(InvalidArgumentError, match=r"allowed: \[1, 4\] of 1"):
         beam_search.step([request.native], [rows], *candidates_of(3))
+    ended = Request(pool, wide()).rows
+    ended.release()
+    with pytest.raises(InvalidArgumentError, match=r"sources\[0\] has 0 sequences; allowed: one"):
+        beam_search.step([request.native], [ended], *candidates_of(4))
     with pytest.raises(InvalidArgumentError, match="num_beams is 17"):
         beam_search.BeamSearch(FIRST, **wide(num_beams=17))
     rows.go_on(none, none)

@@ -495,6 +495,10 @@ def top_candidates() -> Iterator[Case]:
     near = _normal(rng, 2, 9000) * np.float32(1e-7)
     near[:, 4500] = 16
     yield _candidates("rounded-C9000", near, 12, [[], [4500, 0, 1]])
+    # Differences beyond float32, which are −∞ and candidates all the same, behind every other.
+    far = np.full((2, 40), -3e38, np.float32)
+    far[:, 5], far[:, 30] = 3e38, 1
+    yield _candidates("far", far, 8, [[], [0, 5]])
     broken = _normal(rng, 3, 50)
     broken[0, 5], broken[1, 49], broken[2, 0] = np.nan, np.inf, -np.inf
     yield _candidates("non-finite", broken, 4, [[]] * 3)

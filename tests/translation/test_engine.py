@@ -355,6 +355,73 @@ def test_the_longest_source_and_the_longest_translation(
     assert translation.finish_reason == "length"
 
 
+@pytest.mark.parametrize("max_seq_len", [3, 50, 127])
+def test_a_cache_of_the_usual_size_holds_the_widest_search(
+    reference: ReferenceTranslator, max_seq_len: int
+) -> None:
+    """Beams share no block, so each takes whole ones."""
+    with Engine(reference.directory, threads=1, max_seq_len=max_seq_len, quiet=True) as engine:
+        assert engine.translate([20] * (max_seq_len - 2), num_beams=16, **LANGUAGES)
+
+
+def test_integers_of_numpy(engine: Engine, reference: ReferenceTranslator) -> None:
+    """Narrow ones too, whose products would overflow."""
+    text = reference.text(4)
+    small = {"num_beams": 16, "max_tokens": 100, "num_return": 3, "no_repeat_ngram": 2}
+    narrow = {name: np.int8(value) for name, value in small.items()}
+    want = engine.translate(text, **small, **LANGUAGES)
+    languages = {name: np.int64(value) for name, value in LANGUAGES.items()}
+    assert essence(engine.translate(text, **narrow, **languages)) == essence(want)  # type: ignore[call-overload]
+    request = BeamRequest(
+        text, *(np.int8(value) for value in (SOURCE, TARGET, -1, 16, 100)), 1.0, False
+    )  # type: ignore[arg-type, misc]
+    assert engine.model.forward.generate_beam_batch([request])
+
+
+HUGE = 10**5000  # which Python refuses to spell out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": HUGE},
+        {"max_tokens": -HUGE},
+        {"length_penalty": HUGE},
+        {"early_stopping": HUGE},
+        {"no_repeat_ngram": HUGE},
+        {"num_return": HUGE},
+        {"source": HUGE},
+        {"priority": HUGE},
+    ],
+)
+def test_integers_beyond_all_bounds(engine: Engine, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match="is an integer of 16610 bits; allowed: "):
+        engine.submit_translation([20], **LANGUAGES | options)
+    assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_beams", 4.0), ("num_beams", "4"), ("max_new", True), ("no_repeat_ngram", 2**63)],
+)
+def test_searches_by_hand_take_integers(engine: Engine, field: str, value: Any) -> None:
+    fields = {"num_beams": 4, "max_new": 5, "no_repeat_ngram": 0} | {field: value}
+    with pytest.raises(InvalidArgumentError, match=f"{field} is {value!r}; allowed: an integer"):
+        BeamRequest([5], SOURCE, TARGET, -1, length_penalty=1.0, early_stopping=False, **fields)
+
+
+def test_fewer_hypotheses_than_were_asked_for(tmp_path: Path) -> None:
+    """Thirteen words make thirteen translations of one word."""
+    reference = translation_model.build(tmp_path, vocab_size=13)
+    with Engine(reference.directory, threads=1, quiet=True) as engine:
+        found = engine.translate([12], num_beams=16, num_return=16, max_tokens=1, **LANGUAGES)
+    reasons = [hypothesis.finish_reason for hypothesis in found.hypotheses]
+    assert "error" not in reasons[:13]
+    assert reasons[13:] == ["error"] * 3
+    assert isinstance(found.error, InvalidArgumentError)
+    assert "num_return is 16; allowed for this search: 1 … 13" in str(found.error)
+
+
 def test_more_than_the_cache_holds(reference: ReferenceTranslator) -> None:
     with Engine(reference.directory, threads=1, kv_tokens=64, quiet=True) as engine:
         with pytest.raises(KvExhausted, match="raise kv_tokens"):

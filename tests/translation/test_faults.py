@@ -15,7 +15,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from atlas import BeamParams, Engine, SamplingParams
-from atlas.errors import CallbackError, KernelError, KvExhausted, NonFiniteLogitsError
+from atlas.errors import (
+    CallbackError,
+    KernelError,
+    KvExhausted,
+    ModelBusyError,
+    NonFiniteLogitsError,
+)
 from atlas.model.records import BeamRequest
 from tests.helpers.translation_model import SOURCE, TARGET, ReferenceTranslator
 
@@ -82,6 +88,72 @@ def test_a_processor_that_raises(engine: Engine, reference: ReferenceTranslator)
         events += engine.poll()
     assert events[-1].request_id == other
     assert events[-1].error is None
+
+
+@pytest.mark.parametrize("victim", ["beams", "greedy", "samples", "caller"])
+def test_a_callback_may_cancel_what_its_own_step_runs(
+    engine: Engine, reference: ReferenceTranslator, victim: str
+) -> None:
+    """A call that it may not make takes nothing away from the step under way."""
+    wishes: dict[str, BeamParams | SamplingParams] = {
+        "beams": BeamParams(max_tokens=6, early_stopping="never"),
+        "greedy": BeamParams(num_beams=1, max_tokens=6),
+        "samples": SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=6, ignore_eos=True),
+    }
+    text = reference.text(5)
+    want = {
+        name: engine.translate(text, params=params, **LANGUAGES).token_ids
+        for name, params in wishes.items()
+    }
+
+    def cancel(prompt: Any, output: Any, logits: Any) -> None:
+        if len(output) == 2:
+            engine.cancel(victim)
+            with pytest.raises(ModelBusyError):
+                engine.translate([[20], [21]], **LANGUAGES)
+
+    wishes["caller"] = SamplingParams(max_tokens=6, ignore_eos=True, logits_processor=cancel)
+    for name, params in wishes.items():
+        engine.submit_translation(text, params=params, request_id=name, **LANGUAGES)
+    events = []
+    while engine.has_unfinished():
+        events += engine.step()
+    ended = {event.request_id: event.completion for event in events if event.is_last}
+    assert ended.keys() == wishes.keys()
+    for name, completion in ended.items():
+        assert completion is not None
+        assert completion.error is None
+        sample = completion.samples[0]
+        if name == victim:
+            assert sample.finish_reason == "cancelled"
+        elif name in want:
+            assert sample.token_ids == want[name]
+    assert engine.metrics().kv_blocks_used == 0
+
+
+def test_a_callback_does_not_drive_the_model(
+    engine: Engine, reference: ReferenceTranslator
+) -> None:
+    """Its rows would stand in the place of those that others still choose from."""
+    by_hand = BeamRequest([30, 31], SOURCE, TARGET, -1, 16, 5, 1.0, False)
+    samples = SamplingParams(temperature=1.0, seed=3, max_tokens=8, ignore_eos=True)
+    want = engine.translate(reference.text(9), params=samples, **LANGUAGES).token_ids
+
+    def drive(prompt: Any, output: Any, logits: Any) -> None:
+        with pytest.raises(ModelBusyError, match="a callback of a step"):
+            engine.model.forward.generate_beam_batch([by_hand])
+        with engine.paused() as model, pytest.raises(ModelBusyError, match="a callback of a step"):
+            model.forward.generate_beam_batch([by_hand])
+
+    params = SamplingParams(max_tokens=8, ignore_eos=True, logits_processor=drive)
+    engine.submit_translation(reference.text(5), params=params, **LANGUAGES)
+    other = engine.submit_translation(reference.text(9), params=samples, **LANGUAGES)
+    events = []
+    while engine.has_unfinished():
+        events += engine.step()
+    assert [event.error for event in events if event.is_last] == [None, None]
+    assert [t for e in events if e.request_id == other for t in e.token_ids] == list(want)
+    assert engine.model.forward.generate_beam_batch([by_hand])
 
 
 def test_an_interrupt_leaves_the_step_untaken(

@@ -323,6 +323,11 @@ def step(list searches not None, list sources not None, const int32_t[:, ::1] id
         raise InvalidArgumentError(
             f"candidates [{ids.shape[0]}, {k}] of {len(sources)} sources; "
             f"allowed: [{rows}, {widest}] of {len(searches)}")
+    for i in range(len(searches)):  # parents are looked up among these
+        if len((<SourceRows?>sources[i]).seqs) != (<BeamSearch>searches[i]).num_running:
+            raise InvalidArgumentError(
+                f"sources[{i}] has {len(sources[i])} sequences; allowed: one for each of "
+                f"{searches[i].num_running} running hypotheses")
     for i in range(len(searches)):
         search = searches[i]
         running = search.num_running

@@ -109,6 +109,7 @@ class ModelCore:
         self.last_decode: tuple[int, int] | None = None  # (arena generation, rows)
         self._thread = threading.get_ident()
         self._driver: int | None = None  # thread of an engine's step that is under way
+        self._in_step = False
 
     # -- who may call -------------------------------------------------------------------------
 
@@ -123,6 +124,8 @@ class ModelCore:
             raise WrongThreadError(
                 "this model is bound to another thread; call lifecycle.bind_to_thread() first"
             )
+        if self._in_step:
+            raise ModelBusyError("a callback of a step cannot drive the model by hand")
         for seq in seqs:
             if not isinstance(seq, SequenceState):
                 raise InvalidArgumentError(
@@ -132,15 +135,20 @@ class ModelCore:
                 raise StaleHandleError("this sequence belongs to another model")
 
     @contextmanager
-    def driven_here(self) -> Iterator[None]:
-        """Let the calling thread drive the model for a while (the engine's lock is held)."""
+    def driven_here(self, *, step: bool = False) -> Iterator[None]:
+        """Let the calling thread drive the model for a while (the engine's lock is held).
+
+        With ``step`` only the engine's loop does: a call by hand, which a callback of the step
+        could make, would write over the logits of other requests.
+        """
         self.require_alive()
-        before = self._thread, self._driver
+        before = self._thread, self._driver, self._in_step
         self._thread = self._driver = threading.get_ident()
+        self._in_step |= step
         try:
             yield
         finally:
-            self._thread, self._driver = before
+            self._thread, self._driver, self._in_step = before
 
     def bind_to_thread(self) -> None:
         """Make the calling thread the one that drives the model."""

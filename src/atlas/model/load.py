@@ -17,7 +17,7 @@ from atlas.cache.kv import BLOCK_SIZE
 from atlas.cache.recurrent import SlotCounts
 from atlas.cache.state_slots import StateSlots
 from atlas.config import ModelConfig
-from atlas.errors import InvalidArgumentError
+from atlas.errors import InvalidArgumentError, shown
 from atlas.layers.step import SHARED_SCORES, StepShape, buffer_shapes
 from atlas.layers.translation_step import translation_buffer_shapes
 from atlas.model import Model
@@ -102,11 +102,13 @@ class LoadOptions:
             whole = isinstance(value, Integral) and not isinstance(value, bool)
             if not whole or value < low:
                 raise InvalidArgumentError(
-                    f"{name} is {value!r}; allowed: an integer of {low} or more"
+                    f"{name} is {shown(value)}; allowed: an integer of {low} or more"
                 )
             object.__setattr__(self, name, int(value))
         if self.threads > MAX_THREADS:
-            raise InvalidArgumentError(f"threads is {self.threads}; allowed: 1 … {MAX_THREADS}")
+            raise InvalidArgumentError(
+                f"threads is {shown(self.threads)}; allowed: 1 … {MAX_THREADS}"
+            )
         if self.dtype == "float32" and self.quantize is not None:
             raise InvalidArgumentError(
                 f"dtype 'float32' and quantize {self.quantize!r} contradict each other"
@@ -350,7 +352,8 @@ def default_kv_tokens(config: ModelConfig, max_seq_len: int) -> int:
     """Tokens in the KV pool: one sequence; behind an encoder, the widest search of 512 or more."""
     if config.encoder is None:
         return max_seq_len
-    return max(8 * max_seq_len, (MAX_BEAMS + 1) * min(max_seq_len, 512))
+    whole = -(-max_seq_len // BLOCK_SIZE) * BLOCK_SIZE  # beams and sources share no block
+    return max(8 * whole, (MAX_BEAMS + 1) * min(whole, 512))
 
 
 def _format_in_memory(

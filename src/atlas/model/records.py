@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from atlas.errors import InvalidArgumentError, ShapeError
+from atlas.errors import InvalidArgumentError, ShapeError, shown
+from atlas.whole_number import whole_number
 
 if TYPE_CHECKING:
     from atlas.model.logits_view import LogitsView
@@ -265,15 +266,14 @@ class BeamRequest:
     def __post_init__(self) -> None:
         if not len(self.prompt_tokens):
             raise InvalidArgumentError("prompt_tokens is empty; at least one token is needed")
-        _at_least("src_lang_id", self.src_lang_id, 0)
-        _at_least("tgt_lang_id", self.tgt_lang_id, 0)
-        _at_least("adapter_slot", self.adapter_slot, -1)
-        _at_least("num_beams", self.num_beams, 1)
-        _at_least("max_new", self.max_new, 1)
-        _at_least("no_repeat_ngram", self.no_repeat_ngram, 0)
+        least = {"src_lang_id": 0, "tgt_lang_id": 0, "adapter_slot": -1, "num_beams": 1}
+        least |= {"max_new": 1, "no_repeat_ngram": 0, "num_return": 1}
+        for name, low in least.items():
+            # NumPy's integers would overflow where they are multiplied.
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), low))
         require_length_penalty(self.length_penalty)
         require_early_stopping(self.early_stopping)
-        if not 1 <= self.num_return <= self.num_beams:
+        if self.num_return > self.num_beams:
             raise InvalidArgumentError(
                 f"num_return is {self.num_return}; allowed: 1 … num_beams ({self.num_beams})"
             )
@@ -296,7 +296,7 @@ def require_length_penalty(value: Any) -> None:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not -MAX_LENGTH_PENALTY <= value <= MAX_LENGTH_PENALTY:
         raise InvalidArgumentError(
-            f"length_penalty is {value!r}; allowed: a number, "
+            f"length_penalty is {shown(value)}; allowed: a number, "
             f"{-MAX_LENGTH_PENALTY:g} … {MAX_LENGTH_PENALTY:g}"
         )
 
@@ -304,7 +304,9 @@ def require_length_penalty(value: Any) -> None:
 def require_early_stopping(value: Any) -> None:
     """Raise for what is none of the three, though it may equal one: 1, or NumPy's True."""
     if not isinstance(value, bool) and not (isinstance(value, str) and value == "never"):
-        raise InvalidArgumentError(f"early_stopping is {value!r}; allowed: True, False, 'never'")
+        raise InvalidArgumentError(
+            f"early_stopping is {shown(value)}; allowed: True, False, 'never'"
+        )
 
 
 def _at_least(name: str, value: int, minimum: int) -> None:

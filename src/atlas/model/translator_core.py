@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from atlas._native.sequence import Sequence as NativeSequence
 from atlas._native.source_rows import SourceRows, write_rows
-from atlas.errors import InvalidArgumentError, PromptTooLongError
+from atlas.errors import InvalidArgumentError, PromptTooLongError, shown
 from atlas.interrupts import interrupts_deferred
 from atlas.layers.encoder_decoder import EncoderDecoder
 from atlas.layers.translation_step import DecodeShape, EncodeShape, TranslationBuffers
@@ -98,7 +98,7 @@ class TranslatorCore(ModelCore):
             chosen = language or (self.default_languages or (0, 0))[i]
             if not 0 < chosen < self.config.vocab_size:
                 raise InvalidArgumentError(
-                    f"the {what} language is {chosen}; allowed: a tag's id, "
+                    f"the {what} language is {shown(chosen)}; allowed: a tag's id, "
                     f"1 … {self.config.vocab_size - 1}"
                 )
             known = self.language_ids

@@ -47,7 +47,8 @@ def top_candidates(
         if not np.isfinite(row).all():
             totals[i] = np.nan
             continue
-        shifted = row - row.max()
+        with np.errstate(over="ignore"):
+            shifted = row - row.max()
         totals[i] = tree_sum(exp32(shifted))
         allowed = np.setdiff1d(np.arange(len(row)), banned[cu_banned[i] : cu_banned[i + 1]])
         best = allowed[np.argsort(-shifted[allowed], kind="stable")[:k]]

@@ -104,10 +104,12 @@ def top_candidates(thread, num_threads, args):
             count = min(16, size - start)
             inside = lanes_between(0, count)
             value = sub(load_first(source + start * 4, count), shift)
-            if max_lane(select(inside, value, splat(LOWEST))) > least:
+            if held < k or max_lane(select(inside, value, splat(LOWEST))) > least:
                 for i in range(count):
                     logit = load_f32(source + (start + i) * 4) - top
-                    if logit > least and not is_banned(start + i, bans, num_banned):
+                    # Until k are held even −∞ is one: a difference beyond float32.
+                    better = held < k or logit > least
+                    if better and not is_banned(start + i, bans, num_banned):
                         held = insert(row_ids, row_values, held, k, start + i, logit)
                         if held == k:
                             least = load_f32(row_values + (k - 1) * 4)
