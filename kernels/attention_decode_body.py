@@ -54,9 +54,9 @@ from atlas_kernels.ptx_memory import (
     load_shared_f32x2,
     load_shared_f32x4,
     store_b32,
-    store_b32x2,
-    store_f32x2,
-    store_f32x4,
+    store_b32x2_if,
+    store_f32x2_if,
+    store_f32x4_if,
     store_shared_b32,
 )
 from atlas_kernels.ptx_tile import (
@@ -69,7 +69,7 @@ from atlas_kernels.ptx_tile import (
     tile_scale,
     tile_scores,
     tile_softcap,
-    tile_store,
+    tile_store_apart,
     tile_sum_lanes,
     tile_values,
     tile_weights,
@@ -135,7 +135,7 @@ def attention_body(
     rows_fma, sum_lanes = tile_rows_fma(tiles), tile_sum_lanes(tiles)
     no_values, no_sums = tile_fill(rows * dim // 32, 0.0), tile_fill(2 * tiles, 0.0)
     no_maxima, scale_maxima = tile_fill(2 * tiles, MASKED), vector_scale(2 * tiles)
-    store_values = tile_store(dim, tiles, part_pitch)
+    store_values = tile_store_apart(dim, tiles)
     load_rows, put_rows = row_words(tiles), store_rows(tiles)
     copied, all_copied = copy_wait(2 * depth - 1), copy_wait(0)
     copy_gates = queries_copy(dim, tiles)
@@ -257,7 +257,7 @@ def attention_body(
             is_first = split == first_split + block_y()
             # Few thread blocks, one after the other the step's path, find none of this code in
             # their SM's instruction cache. So while they wait anyway, they go through it once,
-            # with what their buffers hold, and drop the result.
+            # down to the output, with what their buffers hold. No store takes place.
             rehearse = is_apart and is_first and num_blocks_x() <= FEW_BLOCKS
             attempt = i32(0) if rehearse else i32(1)
             while attempt < 2:
@@ -314,53 +314,55 @@ def attention_body(
                     copy_commit()
                     block = i32(block + WARPS)
                     slot = i32(0) if slot == depth - 1 else i32(slot + 1)
+                if warp == i32((latest >> 4) + 1) & (WARPS - 1):  # the next block's: it is ahead
+                    store_fresh(base, fresh, kv_heads, fresh_at, split, pools, attempt)
+                totals = sum_lanes(totals)
+                sync_threads()  # the buffers are free, and the place of the queries
+                done = i32(split - first_split)
+                is_output = workers == 1 and done == num_splits - 1
+                if gate != 0 and is_output:
+                    copy_gates(base, gate, gate_stride, fresh_at, attempt == 1)
+                    copy_commit()
+                own = i32(warp * rows + (lane >> 2))
+                at, sums_to, step_to = own * part_pitch, own * 8 + row_sums, i32(8 * part_pitch)
+                if attempt == 0:  # over each other, where the queries will be
+                    at, sums_to, step_to = i32(q_at), i32(q_at), i32(0)
+                store_values(values, base + at + (lane & 3) * 8, step_to)
+                put_rows(base + sums_to, scale_maxima(maxima, factor))
+                put_rows(base + sums_to + 4, totals)
+                all_copied()
+                sync_threads()
+                item, end = thread_x(), i32(count * vectors)
+                end = end if attempt == 1 else i32(min(end, num_threads_x()))
+                while item < end:
+                    row = quotient(item, vectors)
+                    column = (item - row * vectors) * 4
+                    maximum, total, columns = merge_warps(base, row, column)
+                    if workers == 1:
+                        state = empty_row()
+                        if done > 0:
+                            at = place + row + ((done - 1) & 1) * step
+                            before = load_f32x4(partials + (at * dim + column) * 4)
+                            pair = load_f32x2(sums + at * 8)
+                            state = pair[0], pair[1], before
+                        maximum, total, columns = add_part(state, (maximum, total), columns)
+                    at = place + row + (done & 1 if workers == 1 else done) * step
+                    if is_output:
+                        token = quotient(begin + row, group)
+                        target = out + i64(first_row + token) * out_stride + column * 2
+                        target += i64(head * group + begin + row - token * group) * (2 * dim)
+                        words = output_words(columns, total)
+                        if gate != 0:
+                            gates = load_shared_b32x2(base + q_at + row * pitch + column * 2)
+                            words = gated_words(words, gates)
+                        store_b32x2_if(target, words, attempt)
+                    else:
+                        store_f32x4_if(partials + (at * dim + column) * 4, columns, attempt)
+                        if column == 0:
+                            store_f32x2_if(sums + at * 8, (maximum, total), attempt)
+                    item = i32(item + num_threads_x())
+                sync_threads()
                 attempt = i32(attempt + 1)
-            if warp == i32((latest >> 4) + 1) & (WARPS - 1):  # the next block's: it is ahead
-                store_fresh(base, fresh, kv_heads, fresh_at, split, pools)
-            totals = sum_lanes(totals)
-            sync_threads()  # the buffers are free, and the place of the queries
-            done = i32(split - first_split)
-            is_output = workers == 1 and done == num_splits - 1
-            if gate != 0 and is_output:
-                copy_gates(base, gate, gate_stride, fresh_at)
-                copy_commit()
-            at = base + (warp * rows + (lane >> 2)) * part_pitch + (lane & 3) * 8
-            store_values(values, at)
-            if lane & 3 == 0:
-                at = base + row_sums + (warp * rows + (lane >> 2)) * 8
-                put_rows(at, scale_maxima(maxima, factor))
-                put_rows(at + 4, totals)
-            all_copied()
-            sync_threads()
-            item, end = thread_x(), i32(count * vectors)
-            while item < end:
-                row = quotient(item, vectors)
-                column = (item - row * vectors) * 4
-                maximum, total, columns = merge_warps(base, row, column)
-                if workers == 1:
-                    state = empty_row()
-                    if done > 0:
-                        at = place + row + ((done - 1) & 1) * step
-                        before = load_f32x4(partials + (at * dim + column) * 4)
-                        pair = load_f32x2(sums + at * 8)
-                        state = pair[0], pair[1], before
-                    maximum, total, columns = add_part(state, (maximum, total), columns)
-                at = place + row + (done & 1 if workers == 1 else done) * step
-                if is_output:
-                    token = quotient(begin + row, group)
-                    target = out + i64(first_row + token) * out_stride + column * 2
-                    target += i64(head * group + begin + row - token * group) * (2 * dim)
-                    words = output_words(columns, total)
-                    if gate != 0:
-                        gates = load_shared_b32x2(base + q_at + row * pitch + column * 2)
-                        words = gated_words(words, gates)
-                    store_b32x2(target, words)
-                else:
-                    store_f32x4(partials + (at * dim + column) * 4, columns)
-                    if column == 0:
-                        store_f32x2(sums + at * 8, (maximum, total))
-                item = i32(item + num_threads_x())
-            sync_threads()
             split = i32(split + workers)
 
         if workers > 1:

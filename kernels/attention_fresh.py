@@ -32,9 +32,9 @@ class FreshRows:
     bring : (base, q, q_stride, fresh, place, asked, is_real)
         Queries and keys to shared memory, as attention wants them, for all threads. Unless
         ``is_real``, q is not there yet: go through the code only.
-    store : (base, fresh, kv_heads, place, split, pools)
+    store : (base, fresh, kv_heads, place, split, pools, wanted)
         A warp writes the new keys and values of the thread block's own rows, in a split, into the
-        pools.
+        pools; unless ``wanted``, it goes through the code only.
     patch : (base, at, block, place, which)
         A warp puts a block's new ones into the copy ``at`` of its keys (0) or values (1).
     """
@@ -48,12 +48,12 @@ class FreshRows:
 
 
 def queries_copy(dim: int, tiles: int) -> Any:
-    """A device function of (base, q, q_stride, place): start copying the query rows; those past
-    their count become zeros."""
+    """A device function of (base, q, q_stride, place, is_real): start copying the query rows; those
+    past their count become zeros, as do all unless ``is_real``."""
     chunks, rows, q_at = dim // 8, 16 * tiles, queries_at(dim)
 
     @device
-    def copy(base, q, q_stride, place):
+    def copy(base, q, q_stride, place, is_real):
         first_row, begin, count, group, head = place[0], place[2], place[3], place[4], place[5]
         chunk = thread_x()
         while chunk < rows * chunks:
@@ -63,7 +63,7 @@ def queries_copy(dim: int, tiles: int) -> Any:
             source = q + i64(first_row + token) * q_stride
             source += i64(head * group + index - token * group) * (2 * dim)
             source += (chunk - row * chunks) * 16
-            num_bytes = i32(16) if row < count else i32(0)
+            num_bytes = i32(16) if is_real and row < count else i32(0)
             copy16_or_zero(base + q_at + (chunk + row) * 16, source, num_bytes)
             chunk = i32(chunk + num_threads_x())
 
@@ -77,7 +77,7 @@ def stored_rows(dim: int, tiles: int, *, are_old: bool = False) -> FreshRows:
     @device
     def bring(base, q, q_stride, fresh, place, asked, is_real):
         if is_real:
-            copy(base, q, q_stride, place)
+            copy(base, q, q_stride, place, True)
             copy_commit()
             copied()
             sync_threads()
@@ -87,6 +87,6 @@ def stored_rows(dim: int, tiles: int, *, are_old: bool = False) -> FreshRows:
         device(lambda latest, first_row, positions: i32(latest + 1)),
         device(lambda base, q, q_stride, fresh, place: ()),
         bring,
-        device(lambda base, fresh, kv_heads, place, split, pools: None),
+        device(lambda base, fresh, kv_heads, place, split, pools, wanted: None),
         device(lambda base, at, block, place, which: None),
     )

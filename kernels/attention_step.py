@@ -42,7 +42,7 @@ from atlas_kernels.ptx_memory import (
     load_b32,
     load_shared_b32,
     load_shared_b32x4,
-    store_b32x4,
+    store_b32x4_if,
     store_shared_b32,
     store_shared_b32x4,
 )
@@ -135,7 +135,7 @@ def _copied_rows(dim: int, tiles: int) -> tuple[Any, Any]:
     def bring(base, q, q_stride, fresh, place, asked, is_real):
         _, position, begin, rows, group, _, count = place
         if is_real:
-            copy_queries(base, q, q_stride, place)
+            copy_queries(base, q, q_stride, place, True)
             copy(base, fresh, place)
             copy_commit()
             copied()
@@ -169,7 +169,7 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
         return load_b32(positions + i64(first_row) * 4)
 
     @device
-    def store(base, fresh, kv_heads, place, split, pools):
+    def store(base, fresh, kv_heads, place, split, pools, wanted):
         first_row, position, begin, rows, group, head, _ = place
         if (split + 1) * SPLIT > position:
             chunk = i32(quotient(begin, group) * chunks + lane_id())
@@ -178,13 +178,13 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
                 row = quotient(chunk, chunks)
                 if quotient(i32(position + row), SPLIT) == split:
                     slot = load_b32(fresh[5] + i64(first_row + row) * 4)
-                    if slot >= 0:
-                        offset = pool_offset(slot, head, kv_heads, dim) * 2
-                        offset += (chunk - row * chunks) * 16
-                        key = load_shared_b32x4(base + keys_at + (chunk + row) * 16)
-                        value = load_shared_b32x4(base + values_at + chunk * 16)
-                        store_b32x4(pools[0] + offset, key)
-                        store_b32x4(pools[1] + offset, value)
+                    is_stored = wanted if slot >= 0 else i32(0)
+                    offset = pool_offset(slot, head, kv_heads, dim) * 2
+                    offset += (chunk - row * chunks) * 16
+                    key = load_shared_b32x4(base + keys_at + (chunk + row) * 16)
+                    value = load_shared_b32x4(base + values_at + chunk * 16)
+                    store_b32x4_if(pools[0] + offset, key, is_stored)
+                    store_b32x4_if(pools[1] + offset, value, is_stored)
                 chunk = i32(chunk + lanes())
 
     @device

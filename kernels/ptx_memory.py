@@ -55,12 +55,16 @@ store_f32x2 = instruction("", "l f2", "st.global.v2.f32 [$0], {$1, $2};")
 store_f32x4 = instruction("", "l f4", "st.global.v4.f32 [$0], {$1, $2, $3, $4};")
 """Stores to one address: (address, value or tuple)."""
 
+_IF = "{{ .reg .pred p; setp.ne.b32 p, ${}, 0; @p {} }}"
+store_b32x2_if = instruction("", "l r2 r", _IF.format(3, "st.global.v2.b32 [$0], {$1, $2};"))
 store_b32x4_if = instruction(
-    "",
-    "l r4 r",
-    "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }",
+    "", "l r4 r", _IF.format(5, "st.global.v4.b32 [$0], {$1, $2, $3, $4};")
 )
-"""``store_b32x4`` if the third argument is not 0, without a branch."""
+store_f32x2_if = instruction("", "l f2 r", _IF.format(3, "st.global.v2.f32 [$0], {$1, $2};"))
+store_f32x4_if = instruction(
+    "", "l f4 r", _IF.format(5, "st.global.v4.f32 [$0], {$1, $2, $3, $4};")
+)
+"""The same if the third argument is not 0, without a branch."""
 
 load_l2_f32 = instruction("f", "l", "ld.global.cg.f32 $0, [$1];")
 load_l2_b32 = instruction("r", "l", "ld.global.cg.b32 $0, [$1];")

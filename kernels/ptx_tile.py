@@ -17,7 +17,7 @@ from __future__ import annotations
 from functools import cache, partial, reduce
 from typing import Any
 
-from atlas_kernels._cuda import f32, i32, types
+from atlas_kernels._cuda import device, f32, i32, types
 from atlas_kernels.ptx import typed_intrinsic
 from llvmlite import ir
 
@@ -354,20 +354,28 @@ def tile_store(dim: int, tiles: int, pitch: int) -> Any:
 
     ``address`` is the int32 address of (row lane / 4, column 2 (lane % 4)).
     """
+    store = tile_store_apart(dim, tiles)
+    return device(lambda values, address: store(values, address, i32(8 * pitch)))
+
+
+@cache
+def tile_store_apart(dim: int, tiles: int) -> Any:
+    """(values, address, step): the same with ``step`` bytes from a row to the eighth after it."""
     values = _floats(tiles * dim // 2)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         flat = members(builder, args[0], tiles * dim // 2)
+        rows = [args[1]]
+        for _ in range(2 * tiles - 1):
+            rows.append(builder.add(rows[-1], args[2]))
         kind = ir.FunctionType(_VOID, [_INT, _FLOAT, _FLOAT])
         for i in range(0, len(flat), 2):
-            tile, column = i // (dim // 2), i % (dim // 2) // 4 * 8
-            offset = (16 * tile + 8 * (i >> 1 & 1)) * pitch + 4 * column
-            text = f"st.shared.v2.f32 [$0+{offset}], {{$1, $2}};"
+            text = f"st.shared.v2.f32 [$0+{i % (dim // 2) // 4 * 32}], {{$1, $2}};"
             assembly = ir.InlineAsm(kind, text, "r,f,f,~{memory}", side_effect=True)
-            builder.call(assembly, [args[1], flat[i], flat[i + 1]])
+            builder.call(assembly, [rows[_row(i, dim)], flat[i], flat[i + 1]])
         return context.get_dummy_value()
 
-    return typed_intrinsic(types.void(values, i32), codegen)
+    return typed_intrinsic(types.void(values, i32, i32), codegen)
 
 
 @cache
