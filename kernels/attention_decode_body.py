@@ -53,6 +53,7 @@ from atlas_kernels.ptx_memory import (
     load_shared_b32x2,
     load_shared_f32x2,
     load_shared_f32x4,
+    prefetch_l2,
     store_b32,
     store_b32x2_if,
     store_f32x2_if,
@@ -87,6 +88,7 @@ from atlas_kernels.ptx_warp import (
     thread_x,
 )
 
+LINE_BYTES = 128
 FEW_BLOCKS = 256
 """Thread blocks up to which all run at once on a large GPU, with time before their turn."""
 LOG2_E = 1.4426950408889634
@@ -126,7 +128,7 @@ def attention_body(
     row_limits, row_sums, part_pitch = limits_at(dim, tiles), sums_at(dim, tiles), result_pitch(dim)
     per_lane = BLOCK_LEN * chunks // 32
     regular = 32 % chunks == 0  # then a lane copies the same columns of every row it meets
-    vectors = dim // 4
+    vectors, lines = dim // 4, BLOCK_LEN * 2 * dim // LINE_BYTES
 
     scores_of, values_of = tile_scores(dim, 16, tiles, pitch), tile_values(dim, 16, tiles, pitch)
     cap, mask = tile_softcap(16, tiles), tile_mask(16, tiles)
@@ -161,6 +163,14 @@ def attention_body(
                 row = quotient(chunk, chunks)
                 num_bytes = i32(16) if row < seen else i32(0)
                 copy16_or_zero(target + (chunk + row) * 16, source + chunk * 16, num_bytes)
+
+    @device
+    def prefetch_block(source, seen):
+        """A warp asks for one head of a block: its cache lines of rows before ``seen``."""
+        for i in range(-(-lines // 32)):
+            line = i32(lane_id() + 32 * i)
+            if line < lines and quotient(line * (LINE_BYTES // 2), dim) < seen:
+                prefetch_l2(source + i64(line) * LINE_BYTES)
 
     @device
     def merge_warps(base, row, column):
@@ -259,6 +269,14 @@ def attention_body(
             # their SM's instruction cache. So while they wait anyway, they go through it once,
             # down to the output, with what their buffers hold. No store takes place.
             rehearse = is_apart and is_first and num_blocks_x() <= FEW_BLOCKS
+            later = i32(first_block + (depth + held) * WARPS)
+            while rehearse and later <= high:  # what no buffer has room for comes as far as L2
+                number = shuffle_b32(entry, later & (SPLIT // 16 - 1))
+                source = (i64(number) * kv_heads + head) * head_bytes
+                seen = i32(known - later * 16)
+                prefetch_block(k_pool + source, seen)
+                prefetch_block(v_pool + source, seen)
+                later = i32(later + WARPS)
             attempt = i32(0) if rehearse else i32(1)
             while attempt < 2:
                 if is_first:
