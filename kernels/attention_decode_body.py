@@ -153,9 +153,10 @@ def attention_body(
         if regular:
             first_row = quotient(lane_id(), chunks)
             target, source = target + (lane_id() + first_row) * 16, source + lane_id() * 16
+            left = i32(seen - first_row)
             for i in range(per_lane):
                 row = 32 * i // chunks
-                num_bytes = i32(16) if first_row + row < seen else i32(0)
+                num_bytes = i32(16) if left > row else i32(0)
                 copy16_or_zero(target + (32 * i + row) * 16, source + 32 * i * 16, num_bytes)
         else:
             for i in range(per_lane):

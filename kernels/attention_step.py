@@ -28,7 +28,7 @@ from atlas_kernels.attention_decode_layout import (
 from atlas_kernels.attention_decode_layout import shared_bytes as decode_bytes
 from atlas_kernels.attention_fresh import FreshRows, queries_copy
 from atlas_kernels.attention_plan import HELD, HELD_DIMS, SPLIT, fresh_rows
-from atlas_kernels.attention_turn import DIM, turned_rows
+from atlas_kernels.attention_turn import DIMS, turned_rows
 from atlas_kernels.kv_store import BLOCK_LEN, pool_offset
 from atlas_kernels.ptx_async import (
     copy4_or_zero,
@@ -77,7 +77,7 @@ def _sink_at(dim: int, tiles: int) -> int:
 
 def shared_bytes(dim: int, tiles: int, held: int = 0) -> int:
     """Dynamic shared memory: that of ``attention_decode``, and the new keys and values."""
-    return _sink_at(dim, tiles) + (0 if dim == DIM else _SINK_BYTES)
+    return _sink_at(dim, tiles) + (0 if dim in DIMS else _SINK_BYTES)
 
 
 @device
@@ -119,7 +119,7 @@ def _copied_rows(dim: int, tiles: int) -> tuple[Any, Any]:
         return ()
 
     @device
-    def copy(base, fresh, place):
+    def copy(base, fresh, place, num_bytes):
         first_row, head = place[0], place[5]
         chunk, end = thread_x(), i32(place[6] * chunks)
         while chunk < end:
@@ -127,19 +127,18 @@ def _copied_rows(dim: int, tiles: int) -> tuple[Any, Any]:
             column = i64(head) * (2 * dim) + (chunk - row * chunks) * 16
             k = fresh[0] + i64(first_row + row) * fresh[7] + column
             v = fresh[1] + i64(first_row + row) * fresh[8] + column
-            copy16_or_zero(base + keys_at + (chunk + row) * 16, k, i32(16))
-            copy16_or_zero(base + values_at + chunk * 16, v, i32(16))
+            copy16_or_zero(base + keys_at + (chunk + row) * 16, k, num_bytes)
+            copy16_or_zero(base + values_at + chunk * 16, v, num_bytes)
             chunk = i32(chunk + num_threads_x())
 
     @device
     def bring(base, q, q_stride, fresh, place, asked, is_real):
         _, position, begin, rows, group, _, count = place
-        if is_real:
-            copy_queries(base, q, q_stride, place, True)
-            copy(base, fresh, place)
-            copy_commit()
-            copied()
-            sync_threads()
+        copy_queries(base, q, q_stride, place, is_real)
+        copy(base, fresh, place, i32(16) if is_real else i32(0))
+        copy_commit()
+        copied()
+        sync_threads()
         half, item, end = fresh[6], i32(thread_x() >> 5), i32(rows + count)
         while item < end:
             at, token = i32(base + q_at + item * pitch), quotient(i32(begin + item), group)
@@ -162,7 +161,7 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
     """``fresh`` is (k, v, q_weight, k_weight, table, slots, half, k_stride, v_stride, eps)."""
     chunks, pitch = dim // 8, key_pitch(dim)
     keys_at, values_at = _keys_at(dim, tiles), _values_at(dim, tiles)
-    ask, bring = turned_rows(keys_at, values_at) if dim == DIM else _copied_rows(dim, tiles)
+    ask, bring = turned_rows(dim, keys_at, values_at) if dim in DIMS else _copied_rows(dim, tiles)
 
     @device
     def first(latest, first_row, positions):

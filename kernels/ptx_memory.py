@@ -68,6 +68,11 @@ store_f32x4_if = instruction(
 
 load_l2_f32 = instruction("f", "l", "ld.global.cg.f32 $0, [$1];")
 load_l2_b32 = instruction("r", "l", "ld.global.cg.b32 $0, [$1];")
+load_l2_b32_or_zero = instruction(
+    "r",
+    "l r",
+    "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.cg.b32 $0, [$1]; }",
+)
 load_l2_f32x2 = instruction("f2", "l", "ld.global.cg.v2.f32 {$0, $1}, [$2];")
 load_l2_f32x4 = instruction("f4", "l", "ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];")
 load_l2_b32x4_or_zero = instruction(
