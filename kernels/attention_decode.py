@@ -55,7 +55,7 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
     - ``counters`` int32, one for each x of the grid: zero, and zero again afterwards;
     - ``window`` 0 and ``softcap`` 0 mean none; ``q_stride``, ``out_stride`` in bytes.
     """
-    attend = attention_body(dim, tiles, stored_rows(dim, tiles))
+    attend = attention_body(dim, tiles, stored_rows(dim))
 
     def attention_decode(
         q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,

@@ -40,6 +40,8 @@ from atlas_kernels.ptx_async import (
 from atlas_kernels.ptx_math import (
     fast_reciprocal,
     quotient,
+    quotient_by,
+    reciprocal_for,
     vector_scale,
 )
 from atlas_kernels.ptx_memory import (
@@ -140,7 +142,7 @@ def attention_body(
     store_values = tile_store_apart(dim, tiles)
     load_rows, put_rows = row_words(tiles), store_rows(tiles)
     copied, all_copied = copy_wait(2 * depth - 1), copy_wait(0)
-    copy_gates = queries_copy(dim, tiles)
+    copy_gates = queries_copy(dim)
     combine = combine_splits(dim)
     first_fresh, ask, bring = rows_apart.first, rows_apart.ask, rows_apart.bring
     store_fresh, patch = rows_apart.store, rows_apart.patch
@@ -190,6 +192,7 @@ def attention_body(
         gate, gate_stride, fresh,
     ):  # fmt: skip
         group = quotient(heads, kv_heads)
+        per_group = reciprocal_for(group)
         row_groups = quotient(max_rows * group + (rows - 1), rows)
         pair = quotient(block_x(), row_groups)
         begin = i32((block_x() - pair * row_groups) * rows)
@@ -204,8 +207,9 @@ def attention_body(
         count = i32(min(count, rows))
         earliest = latest = i32(0)
         if count > 0:
-            final = quotient(begin + count - 1, group)
-            earliest = i32(last_key(positions, sequence, first_row + quotient(begin, group)))
+            initial = quotient_by(begin, per_group)
+            final = quotient_by(begin + count - 1, per_group)
+            earliest = i32(last_key(positions, sequence, first_row + initial))
             latest = i32(last_key(positions, sequence, first_row + final))
         start = i32(max(0, earliest - window + 1)) if window > 0 else i32(0)
         first_split = quotient(start, SPLIT)
@@ -218,11 +222,12 @@ def attention_body(
 
         base, lane, warp = dynamic_shared(), lane_id(), shuffle_b32(thread_x() >> 5, 0)
         known = first_fresh(latest, first_row, positions)  # keys that the pools hold
-        fresh_at = first_row, known, begin, count, group, head, i32(latest + 1 - known)
+        fresh_count = i32(latest + 1 - known)
+        fresh_at = first_row, known, begin, count, group, head, fresh_count, per_group
         asked = ask(base, q, q_stride, fresh, fresh_at)
         if thread_x() < rows:
             index = begin + min(thread_x(), count - 1)
-            position = last_key(positions, sequence, first_row + quotient(index, group))
+            position = last_key(positions, sequence, first_row + quotient_by(index, per_group))
             at = base + row_limits + thread_x() * 8
             store_shared_b32(at, max(0, position - window + 1) if window > 0 else 0)
             store_shared_b32(at + 4, position)
@@ -367,7 +372,7 @@ def attention_body(
                         maximum, total, columns = add_part(state, (maximum, total), columns)
                     at = place + row + (done & 1 if workers == 1 else done) * step
                     if is_output:
-                        token = quotient(begin + row, group)
+                        token = quotient_by(begin + row, per_group)
                         target = out + i64(first_row + token) * out_stride + column * 2
                         target += i64(head * group + begin + row - token * group) * (2 * dim)
                         words = output_words(columns, total)
@@ -396,7 +401,7 @@ def attention_body(
                 if thread_x() == 0:
                     store_b32(counters + i64(block_x()) * 4, 0)
                 for row in range(warp, count, WARPS):
-                    token = quotient(begin + row, group)
+                    token = quotient_by(begin + row, per_group)
                     of_head = i64(head * group + begin + row - token * group) * (2 * dim)
                     target = out + i64(first_row + token) * out_stride + of_head
                     gates_at = i64(0)

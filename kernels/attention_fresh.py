@@ -12,7 +12,7 @@ from typing import Any
 from atlas_kernels._cuda import device, i32, i64
 from atlas_kernels.attention_decode_layout import queries_at
 from atlas_kernels.ptx_async import copy16_or_zero, copy_commit, copy_wait
-from atlas_kernels.ptx_math import quotient
+from atlas_kernels.ptx_math import quotient, quotient_by
 from atlas_kernels.ptx_warp import num_threads_x, sync_threads, thread_x
 
 
@@ -20,7 +20,7 @@ from atlas_kernels.ptx_warp import num_threads_x, sync_threads, thread_x
 class FreshRows:
     """Device functions. ``place`` is what tells of a thread block's rows: (first row of the
     sequence, first position that is not in the pools, first query row, count of query rows, heads
-    of a group, KV head, count of keys that are not in the pools).
+    of a group, KV head, count of keys that are not in the pools, ``reciprocal_for`` a group).
 
     Attributes
     ----------
@@ -47,40 +47,45 @@ class FreshRows:
     patch: Any
 
 
-def queries_copy(dim: int, tiles: int) -> Any:
-    """A device function of (base, q, q_stride, place, is_real): start copying the query rows; those
-    past their count become zeros, as do all unless ``is_real``."""
-    chunks, rows, q_at = dim // 8, 16 * tiles, queries_at(dim)
+@device
+def token_of(place, index):
+    """Which of its sequence's rows a query row belongs to."""
+    return quotient_by(index, place[7])
+
+
+def queries_copy(dim: int) -> Any:
+    """A device function of (base, q, q_stride, place, is_real): start copying the query rows, or
+    zeros unless ``is_real``."""
+    chunks, q_at = dim // 8, queries_at(dim)
 
     @device
     def copy(base, q, q_stride, place, is_real):
         first_row, begin, count, group, head = place[0], place[2], place[3], place[4], place[5]
-        chunk = thread_x()
-        while chunk < rows * chunks:
+        chunk, end = thread_x(), i32(count * chunks)
+        num_bytes = i32(16) if is_real else i32(0)
+        while chunk < end:
             row = quotient(chunk, chunks)
-            index = i32(begin + min(row, count - 1))
-            token = quotient(index, group)
+            index = i32(begin + row)
+            token = token_of(place, index)
             source = q + i64(first_row + token) * q_stride
             source += i64(head * group + index - token * group) * (2 * dim)
             source += (chunk - row * chunks) * 16
-            num_bytes = i32(16) if is_real and row < count else i32(0)
             copy16_or_zero(base + q_at + (chunk + row) * 16, source, num_bytes)
             chunk = i32(chunk + num_threads_x())
 
     return copy
 
 
-def stored_rows(dim: int, tiles: int, *, are_old: bool = False) -> FreshRows:
+def stored_rows(dim: int, *, are_old: bool = False) -> FreshRows:
     """No key is apart; ``are_old``: nor has any been stored by this step."""
-    copy, copied = queries_copy(dim, tiles), copy_wait(0)
+    copy, copied = queries_copy(dim), copy_wait(0)
 
     @device
     def bring(base, q, q_stride, fresh, place, asked, is_real):
-        if is_real:
-            copy(base, q, q_stride, place, True)
-            copy_commit()
-            copied()
-            sync_threads()
+        copy(base, q, q_stride, place, is_real)
+        copy_commit()
+        copied()
+        sync_threads()
 
     return FreshRows(
         are_old,

@@ -26,7 +26,7 @@ from atlas_kernels.attention_decode_layout import (
     resident_blocks,
 )
 from atlas_kernels.attention_decode_layout import shared_bytes as decode_bytes
-from atlas_kernels.attention_fresh import FreshRows, queries_copy
+from atlas_kernels.attention_fresh import FreshRows, queries_copy, token_of
 from atlas_kernels.attention_plan import HELD, HELD_DIMS, SPLIT, fresh_rows
 from atlas_kernels.attention_turn import DIMS, turned_rows
 from atlas_kernels.kv_store import BLOCK_LEN, pool_offset
@@ -100,7 +100,7 @@ def _copied_rows(dim: int, tiles: int) -> tuple[Any, Any]:
     chunks, pitch = dim // 8, key_pitch(dim)
     q_at, keys_at, values_at = queries_at(dim), _keys_at(dim, tiles), _values_at(dim, tiles)
     sink_at = _sink_at(dim, tiles)
-    copy_queries, copied = queries_copy(dim, tiles), copy_wait(0)
+    copy_queries, copied = queries_copy(dim), copy_wait(0)
     rotate, rotate_normed = rotate_head(_SHARED), rotate_normed_head(_SHARED)
 
     @device
@@ -133,7 +133,7 @@ def _copied_rows(dim: int, tiles: int) -> tuple[Any, Any]:
 
     @device
     def bring(base, q, q_stride, fresh, place, asked, is_real):
-        _, position, begin, rows, group, _, count = place
+        position, begin, rows, count = place[1], place[2], place[3], place[6]
         copy_queries(base, q, q_stride, place, is_real)
         copy(base, fresh, place, i32(16) if is_real else i32(0))
         copy_commit()
@@ -141,7 +141,7 @@ def _copied_rows(dim: int, tiles: int) -> tuple[Any, Any]:
         sync_threads()
         half, item, end = fresh[6], i32(thread_x() >> 5), i32(rows + count)
         while item < end:
-            at, token = i32(base + q_at + item * pitch), quotient(i32(begin + item), group)
+            at, token = i32(base + q_at + item * pitch), token_of(place, i32(begin + item))
             norm = fresh[2]
             if item >= rows:
                 at, token = i32(base + keys_at + (item - rows) * pitch), i32(item - rows)
@@ -169,10 +169,10 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
 
     @device
     def store(base, fresh, kv_heads, place, split, pools, wanted):
-        first_row, position, begin, rows, group, head, _ = place
+        first_row, position, begin, rows, _, head = place[:6]
         if (split + 1) * SPLIT > position:
-            chunk = i32(quotient(begin, group) * chunks + lane_id())
-            end = i32((quotient(i32(begin + rows - 1), group) + 1) * chunks)
+            chunk = i32(token_of(place, begin) * chunks + lane_id())
+            end = i32((token_of(place, i32(begin + rows - 1)) + 1) * chunks)
             while chunk < end:
                 row = quotient(chunk, chunks)
                 if quotient(i32(position + row), SPLIT) == split:

@@ -15,8 +15,9 @@ from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.attention_decode_layout import WARPS, key_pitch, queries_at
+from atlas_kernels.attention_fresh import token_of
 from atlas_kernels.ptx_async import copy16_or_zero, copy_commit, copy_wait
-from atlas_kernels.ptx_math import fast_rsqrt, pack_bf16, quotient, unpack_bf16
+from atlas_kernels.ptx_math import fast_rsqrt, pack_bf16, unpack_bf16
 from atlas_kernels.ptx_memory import load_l2_b32_or_zero, store_shared_b32
 from atlas_kernels.ptx_warp import (
     lane_id,
@@ -208,11 +209,11 @@ def turned_rows(dim: int, keys_at: int, values_at: int) -> tuple[Any, Any]:
     @device
     def item_of(q, q_stride, fresh, place, item):
         """(source, angles) of a head."""
-        first_row, position, begin, count, group, head, _ = place
+        first_row, position, begin, count, group, head = place[:6]
         half = fresh[6]
         if item < count:
             index = i32(begin + item)
-            token = quotient(index, group)
+            token = token_of(place, index)
             column = i32(head * group + index - token * group)
             source = q + i64(first_row + token) * q_stride + i64(column) * (2 * dim)
         else:

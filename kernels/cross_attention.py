@@ -41,7 +41,7 @@ def make_cross_attention(dim: int, tiles: int) -> Any:
     Grid and arguments as in ``attention_decode``, with ``lens`` int32 [G], keys of each source and
     at least 1, in place of positions; a source may have no rows.
     """
-    attend = attention_body(dim, tiles, stored_rows(dim, tiles, are_old=True), _source_end)
+    attend = attention_body(dim, tiles, stored_rows(dim, are_old=True), _source_end)
 
     def cross_attention(
         q, k_pool, v_pool, out, tables, cu_rows, lens, partials, sums, counters,
