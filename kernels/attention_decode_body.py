@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
+from atlas_kernels.attention_copy import block_copy, block_prefetch
 from atlas_kernels.attention_decode_layout import (
     WARPS,
     key_pitch,
@@ -22,7 +23,9 @@ from atlas_kernels.attention_decode_parts import (
     add_part,
     combine_splits,
     empty_row,
+    first_part,
     gated_words,
+    merge_parts,
     output_words,
     row_words,
     store_rows,
@@ -32,7 +35,6 @@ from atlas_kernels.attention_held import NOT_HELD, held_blocks
 from atlas_kernels.attention_plan import SPLIT
 from atlas_kernels.kv_store import BLOCK_LEN
 from atlas_kernels.ptx_async import (
-    copy16_or_zero,
     copy_commit,
     copy_wait,
     wait_prerequisites,
@@ -53,9 +55,6 @@ from atlas_kernels.ptx_memory import (
     load_f32x4,
     load_shared_b32,
     load_shared_b32x2,
-    load_shared_f32x2,
-    load_shared_f32x4,
-    prefetch_l2,
     store_b32,
     store_b32x2_if,
     store_f32x2_if,
@@ -90,7 +89,6 @@ from atlas_kernels.ptx_warp import (
     thread_x,
 )
 
-LINE_BYTES = 128
 FEW_BLOCKS = 256
 """Thread blocks up to which all run at once on a large GPU, with time before their turn."""
 LOG2_E = 1.4426950408889634
@@ -122,15 +120,13 @@ def attention_body(
     apart, since all that is then read of them is older than the step.
     """
     is_apart = rows_apart.are_apart
-    chunks = dim // 8  # of 16 bytes in a row
     pitch, depth, rows = key_pitch(dim), stages(dim), 16 * tiles
     block_bytes = BLOCK_LEN * pitch
     warp_bytes = depth * 2 * block_bytes
     q_at = queries_at(dim)
     row_limits, row_sums, part_pitch = limits_at(dim, tiles), sums_at(dim, tiles), result_pitch(dim)
-    per_lane = BLOCK_LEN * chunks // 32
-    regular = 32 % chunks == 0  # then a lane copies the same columns of every row it meets
-    vectors, lines = dim // 4, BLOCK_LEN * 2 * dim // LINE_BYTES
+    rehearsed = max(held - 1, 0)  # blocks of a warp behind its first: each held one has its code
+    vectors = dim // 4
 
     scores_of, values_of = tile_scores(dim, 16, tiles, pitch), tile_values(dim, 16, tiles, pitch)
     cap, mask = tile_softcap(16, tiles), tile_mask(16, tiles)
@@ -142,48 +138,13 @@ def attention_body(
     store_values = tile_store_apart(dim, tiles)
     load_rows, put_rows = row_words(tiles), store_rows(tiles)
     copied, all_copied = copy_wait(2 * depth - 1), copy_wait(0)
-    copy_gates = queries_copy(dim)
+    copy_block, prefetch_block, copy_gates = block_copy(dim), block_prefetch(dim), queries_copy(dim)
+    merge_warps = merge_parts(part_pitch, row_sums, rows)
     combine = combine_splits(dim)
     first_fresh, ask, bring = rows_apart.first, rows_apart.ask, rows_apart.bring
     store_fresh, patch = rows_apart.store, rows_apart.patch
     hold_third, put_third = held_blocks(dim) if held > 0 else NOT_HELD
     hold_fourth, put_fourth = held_blocks(dim) if held > 1 else NOT_HELD
-
-    @device
-    def copy_block(target, source, seen):
-        """A warp's copy of one head of a block; rows that nobody sees become zeros."""
-        if regular:
-            first_row = quotient(lane_id(), chunks)
-            target, source = target + (lane_id() + first_row) * 16, source + lane_id() * 16
-            left = i32(seen - first_row)
-            for i in range(per_lane):
-                row = 32 * i // chunks
-                num_bytes = i32(16) if left > row else i32(0)
-                copy16_or_zero(target + (32 * i + row) * 16, source + 32 * i * 16, num_bytes)
-        else:
-            for i in range(per_lane):
-                chunk = lane_id() + 32 * i
-                row = quotient(chunk, chunks)
-                num_bytes = i32(16) if row < seen else i32(0)
-                copy16_or_zero(target + (chunk + row) * 16, source + chunk * 16, num_bytes)
-
-    @device
-    def prefetch_block(source, seen):
-        """A warp asks for one head of a block: its cache lines of rows before ``seen``."""
-        for i in range(-(-lines // 32)):
-            line = i32(lane_id() + 32 * i)
-            if line < lines and quotient(line * (LINE_BYTES // 2), dim) < seen:
-                prefetch_l2(source + i64(line) * LINE_BYTES)
-
-    @device
-    def merge_warps(base, row, column):
-        """Four columns of a row: the warps' results, ascending."""
-        state, at = empty_row(), base + row_sums + row * 8
-        source = base + row * part_pitch + column * 4
-        for warp in range(WARPS):
-            part = load_shared_f32x2(at + warp * rows * 8)
-            state = add_part(state, part, load_shared_f32x4(source + warp * rows * part_pitch))
-        return state
 
     @device
     def attend(
@@ -238,12 +199,10 @@ def attention_body(
         inner = scale * fast_reciprocal(softcap) if softcap > f32(0) else f32(0)
         buffers = i32(base + warp * warp_bytes)
         q_row = i32(base + q_at + (lane & 15) * pitch + (lane >> 4) * 16)
+        sink = i32(base + q_at)  # of a rehearsal: the queries are not there yet
         k_row = i32((lane & 7) * pitch + (lane >> 4) * (8 * pitch) + (lane & 8) * 2)
         v_row = i32((lane & 15) * pitch + (lane >> 4) * 16)
         head_bytes = BLOCK_LEN * dim * 2
-        place = i64(sequence) * room * kv_heads + head
-        place = place * (max_rows * group) + begin
-        step = i64(kv_heads) * max_rows * group  # from a split's partial results to the next one's
         pools = k_pool, v_pool
         split = i32(first_split + block_y())
         while split < i32(first_split + num_splits):
@@ -293,26 +252,26 @@ def attention_body(
                 last = load_rows(base + row_limits + (lane >> 2) * 8 + 4)
                 values, maxima, totals = no_values(), no_maxima(), no_sums()
                 slot, block = i32(0), first_block
-                end = high if attempt == 1 else i32(min(high, first_block))
+                end = high if attempt == 1 else i32(min(high, first_block + rehearsed * WARPS))
                 while block <= end:
                     at = i32(buffers + slot * (2 * block_bytes))
                     ahead = i32(block + depth * WARPS)
                     number = shuffle_b32(entry, ahead & (SPLIT // 16 - 1))
                     source = (i64(number) * kv_heads + head) * head_bytes
-                    seen = i32(known - ahead * 16)
-                    goes_on = attempt == 1 and ahead <= high
+                    seen = i32(known - ahead * 16) if attempt == 1 else i32(0)
                     copied()
                     sync_warp()
                     patch(base, at, block, fresh_at, 0)
                     scores = scores_of(q_row, at + k_row)
                     sync_warp()
-                    if goes_on:
+                    target = at if attempt == 1 else sink
+                    if ahead <= high:
                         if held > 0 and ahead == third:
-                            put_third(at, thirds[0])
+                            put_third(target, thirds[0])
                         elif held > 1 and ahead == fourth:
-                            put_fourth(at, fourths[0])
+                            put_fourth(target, fourths[0])
                         else:
-                            copy_block(at, k_pool + source, seen)
+                            copy_block(target, k_pool + source, seen)
                     copy_commit()
                     if softcap > f32(0):
                         scores = cap(scores, inner, softcap)
@@ -328,13 +287,14 @@ def attention_body(
                     patch(base, at + block_bytes, block, fresh_at, 1)
                     values = values_of(values, weights, at + block_bytes + v_row)
                     sync_warp()
-                    if goes_on:
+                    target = i32(at + block_bytes) if attempt == 1 else sink
+                    if ahead <= high:
                         if held > 0 and ahead == third:
-                            put_third(at + block_bytes, thirds[1])
+                            put_third(target, thirds[1])
                         elif held > 1 and ahead == fourth:
-                            put_fourth(at + block_bytes, fourths[1])
+                            put_fourth(target, fourths[1])
                         else:
-                            copy_block(at + block_bytes, v_pool + source, seen)
+                            copy_block(target, v_pool + source, seen)
                     copy_commit()
                     block = i32(block + WARPS)
                     slot = i32(0) if slot == depth - 1 else i32(slot + 1)
@@ -347,13 +307,14 @@ def attention_body(
                 if gate != 0 and is_output:
                     copy_gates(base, gate, gate_stride, fresh_at, attempt == 1)
                     copy_commit()
-                own = i32(warp * rows + (lane >> 2))
-                at, sums_to, step_to = own * part_pitch, own * 8 + row_sums, i32(8 * part_pitch)
-                if attempt == 0:  # over each other, where the queries will be
-                    at, sums_to, step_to = i32(q_at), i32(q_at), i32(0)
-                store_values(values, base + at + (lane & 3) * 8, step_to)
-                put_rows(base + sums_to, scale_maxima(maxima, factor))
-                put_rows(base + sums_to + 4, totals)
+                own, step_to = i32(warp * rows + (lane >> 2)), i32(8 * part_pitch)
+                at, sums_to = own * part_pitch, own * 8 + row_sums
+                at, sums_to = i32(base + at), i32(base + sums_to)
+                if attempt == 0:  # over each other
+                    at, sums_to, step_to = sink, sink, i32(0)
+                store_values(values, at + (lane & 3) * 8, step_to)
+                put_rows(sums_to, scale_maxima(maxima, factor))
+                put_rows(sums_to + 4, totals)
                 all_copied()
                 sync_threads()
                 item, end = thread_x(), i32(count * vectors)
@@ -362,15 +323,16 @@ def attention_body(
                     row = quotient(item, vectors)
                     column = (item - row * vectors) * 4
                     maximum, total, columns = merge_warps(base, row, column)
+                    step = kv_heads * max_rows * group  # from a split's results to the next one's
                     if workers == 1:
                         state = empty_row()
                         if done > 0:
-                            at = place + row + ((done - 1) & 1) * step
+                            at = first_part(sequence, head, begin, max_rows * group, kv_heads, room)
+                            at += row + i64(i32(done - 1) & 1) * step
                             before = load_f32x4(partials + (at * dim + column) * 4)
                             pair = load_f32x2(sums + at * 8)
                             state = pair[0], pair[1], before
                         maximum, total, columns = add_part(state, (maximum, total), columns)
-                    at = place + row + (done & 1 if workers == 1 else done) * step
                     if is_output:
                         token = quotient_by(begin + row, per_group)
                         target = out + i64(first_row + token) * out_stride + column * 2
@@ -381,6 +343,8 @@ def attention_body(
                             words = gated_words(words, gates)
                         store_b32x2_if(target, words, attempt)
                     else:
+                        at = first_part(sequence, head, begin, max_rows * group, kv_heads, room)
+                        at += row + i64(done & 1 if workers == 1 else done) * step
                         store_f32x4_if(partials + (at * dim + column) * 4, columns, attempt)
                         if column == 0:
                             store_f32x2_if(sums + at * 8, (maximum, total), attempt)
@@ -390,6 +354,8 @@ def attention_body(
             split = i32(split + workers)
 
         if workers > 1:
+            place = first_part(sequence, head, begin, max_rows * group, kv_heads, room)
+            step = i64(kv_heads) * max_rows * group
             fence_device()
             sync_threads()
             if thread_x() == 0:

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from atlas_kernels._cuda import device, f32, i32
+from atlas_kernels._cuda import device, f32, i32, i64
+from atlas_kernels.attention_decode_layout import WARPS
 from atlas_kernels.gates import sigmoid_gated
-from atlas_kernels.ptx_math import fast_exp2, fast_reciprocal, fma, pack_bf16, unpack_bf16
+from atlas_kernels.ptx_math import fast_exp2, fast_reciprocal, fma, opaque, pack_bf16, unpack_bf16
 from atlas_kernels.ptx_memory import (
     load_b32x2,
     load_l2_f32x2,
     load_l2_f32x4,
     load_shared_b32,
+    load_shared_f32x2,
+    load_shared_f32x4,
     store_b32x2,
     store_shared_f32,
 )
@@ -105,6 +108,33 @@ def _gated_word(word, gate):
 def gated_words(words, gates):
     """``sigmoid_gate`` of four columns, which are rounded already, and of their gates."""
     return _gated_word(words[0], gates[0]), _gated_word(words[1], gates[1])
+
+
+@device
+def first_part(sequence, head, begin, rows, kv_heads, room):
+    """Where the partial results of a thread block's first row lie, of its first split. Computed
+    where they are needed: few rows have any, and registers are short."""
+    of_sequence = i64(opaque(sequence)) * room * kv_heads
+    return (of_sequence + head) * rows + begin
+
+
+def merge_parts(part_pitch: int, sums_at: int, rows: int) -> Any:
+    """A device function of (base, row, column): four columns of a row, the warps' parts ascending.
+
+    In shared memory, ``rows`` rows a warp: results ``part_pitch`` bytes apart, and from ``sums_at``
+    on their maxima and sums.
+    """
+
+    @device
+    def merge(base, row, column):
+        state, at = empty_row(), base + sums_at + row * 8
+        source = base + row * part_pitch + column * 4
+        for warp in range(WARPS):
+            part = load_shared_f32x2(at + warp * rows * 8)
+            state = add_part(state, part, load_shared_f32x4(source + warp * rows * part_pitch))
+        return state
+
+    return merge
 
 
 def combine_splits(dim: int) -> Any:
