@@ -29,7 +29,10 @@ def step_tiles(dim: int) -> int:
 
 def fresh_rows(dim: int, tile_rows: int) -> int:
     """Rows of a sequence that ``attention_step`` takes; with 128 dimensions and 16 rows, more would
-    cost an SM its third thread block."""
+    cost an SM its third thread block, with 256 the room beside a product's (``BESIDE_ATTENTION``).
+    """
+    if dim == 256:
+        return 6
     return 4 if (dim, tile_rows) == (128, 16) else 8
 
 

@@ -210,8 +210,7 @@ FEW_ROWS = 32
 FEW_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128)
 BESIDE_ATTENTION = 145 << 10
 """Shared memory of a thread block that finds room beside one of decode attention: an SM has 228 KB,
-each thread block takes 1 KB more than it asks for, and ``attention_step`` asks for up to 81 at 128
-dimensions."""
+each thread block takes 1 KB more than it asks for, and ``attention_step`` asks for up to 81."""
 _ALONE = 200 << 10
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from atlas_kernels.attention_plan import HELD_DIMS, step_variant
+from atlas_kernels.gemm_step_plan import BESIDE_ATTENTION
+from atlas_kernels.registry import load_table
 
 from atlas.backends.cuda.activation import sigmoid_gate
 from atlas.backends.cuda.attention import attention_step, attention_step_gated
@@ -241,6 +243,14 @@ def _with_shifted_gates(
     **outs: Any,
 ) -> None:  # fmt: skip
     op(queue, q, k, v, gate[:, shift:], *args, **outs)
+
+
+def test_a_products_thread_block_has_room_beside_it() -> None:
+    of_sm, for_system = 228 << 10, 1 << 10
+    steps = [info for name, info in load_table().items() if name.startswith("attention_step_")]
+    assert len(steps) > 8
+    for info in steps:
+        assert info.shared_bytes + BESIDE_ATTENTION + 2 * for_system <= of_sm, info.name
 
 
 def test_few_thread_blocks_hold_keys_in_registers() -> None:
