@@ -259,12 +259,13 @@ def attention_body(
                     number = shuffle_b32(entry, ahead & (SPLIT // 16 - 1))
                     source = (i64(number) * kv_heads + head) * head_bytes
                     seen = i32(known - ahead * 16) if attempt == 1 else i32(0)
+                    target = at if attempt == 1 else sink
+                    patched = block if attempt == 1 else i32(known >> 4)
                     copied()
                     sync_warp()
-                    patch(base, at, block, fresh_at, 0)
+                    patch(base, target, patched, fresh_at, 0)
                     scores = scores_of(q_row, at + k_row)
                     sync_warp()
-                    target = at if attempt == 1 else sink
                     if ahead <= high:
                         if held > 0 and ahead == third:
                             put_third(target, thirds[0])
@@ -282,12 +283,12 @@ def attention_body(
                     weights, parts = weights_of(scores, maxima, factor)
                     totals = rows_fma(totals, decay, parts)
                     values = scale_rows(values, decay)
+                    target = i32(at + block_bytes) if attempt == 1 else sink
                     copied()
                     sync_warp()
-                    patch(base, at + block_bytes, block, fresh_at, 1)
+                    patch(base, target, patched, fresh_at, 1)
                     values = values_of(values, weights, at + block_bytes + v_row)
                     sync_warp()
-                    target = i32(at + block_bytes) if attempt == 1 else sink
                     if ahead <= high:
                         if held > 0 and ahead == third:
                             put_third(target, thirds[1])
