@@ -67,6 +67,7 @@ class Head:
         self.out = self.v + ROWS * dim * 4
         self.gates = self.out + ROWS * dim * 4
         self.arrivals = self.gates + ROWS * 16
+        self.rate = self.arrivals + 4  # and what is added to the time
         self.window = self.arrivals + 16
         # For the layer's whole step: last inputs, inputs and output gates of ``ROWS`` rows.
         self.inputs = self.window + 3 * 8 * num_threads(dim)

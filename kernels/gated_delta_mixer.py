@@ -25,9 +25,9 @@ from atlas_kernels.ptx_math import fast_rsqrt, fma, opaque, quotient, unpack_bf1
 from atlas_kernels.ptx_memory import (
     atomic_add_b32,
     load_constant_b32,
-    load_constant_f32,
     load_constant_f32x2,
     load_shared_b32,
+    load_shared_f32,
     load_shared_f32x2,
     store_b32,
     store_f32x2,
@@ -41,6 +41,7 @@ from atlas_kernels.ptx_state import (
 from atlas_kernels.ptx_warp import (
     block_x,
     lane_id,
+    lanes,
     num_blocks_x,
     shuffle_b32,
     sync_threads,
@@ -70,9 +71,11 @@ def make_gated_delta_mixer_step(dim: int, rows: Access, ahead: bool) -> Any:
     - ``tails`` float32 [S, 3, C] are read and written as ``states`` are;
     - ``counters`` int32 [N · HK]: zero, and zero again afterwards.
 
-    What is small is asked for before the state, whose bytes it would wait behind, and used while
-    those are on their way. With ``ahead``, a thread block asks the state of one that starts later
-    into L2.
+    The tail, which earlier steps left, and constants are read before the wait. The state is then
+    brought into L2 alone: its loads would keep the rows of the product waiting that runs on the
+    same SM. After the wait, what is small is asked for before the state, whose bytes it would wait
+    behind, and used while those are on their way. With ``ahead``, a thread block asks the state of
+    one that starts later into L2.
     """
     item, pair_bytes = rows.item_bytes, 2 * rows.item_bytes
     head_of = Head(dim, pair_bytes)
@@ -80,7 +83,7 @@ def make_gated_delta_mixer_step(dim: int, rows: Access, ahead: bool) -> Any:
     put_gates, put_norms = head_of.put_gates(), head_of.put_norms()
     piece_rows, threads, warps, buffer = head_of.rows, 2 * dim, head_of.warps, head_of.buffer
     out_at, arrivals_at, window_at = head_of.out, head_of.arrivals, head_of.window
-    inputs_at, z_at = head_of.inputs, head_of.z
+    inputs_at, z_at, rate_at = head_of.inputs, head_of.z, head_of.rate
     load_state = state_load(piece_rows, 4, dim * 4)
     store_state = state_store(piece_rows, 4, dim * 4)
     copy_pair = copy4 if pair_bytes == 4 else copy8
@@ -113,8 +116,10 @@ def make_gated_delta_mixer_step(dim: int, rows: Access, ahead: bool) -> Any:
     def ask(base, inputs, gates, count, x_stride, gate_stride):
         """Some rows into shared memory: a thread's inputs, and its share of output gates."""
         at = base + inputs_at + thread_x() * pair_bytes
-        for j in range(count):
+        j, one = i32(0), i32(lanes() >> 5)  # as a step: the loop is not unrolled
+        while j < count:
             copy_pair(i32(at + j * row_step), inputs + j * x_stride)
+            j = i32(j + one)
         at, gates = base + z_at + lane_id() * pair_bytes, gates + lane_id() * pair_bytes
         for turn in range(turns):
             j = i32((thread_x() >> 5) + turn * warps)
@@ -185,8 +190,9 @@ def make_gated_delta_mixer_step(dim: int, rows: Access, ahead: bool) -> Any:
         within = ((lane >> 2) * piece_rows * dim + warp * 16 + (lane & 3) * 4) * 4
         state_bytes = dim * dim * 4
         source = states + (i64(slot) * value_heads + head) * state_bytes
-        if slot >= 0 and (not ahead or block_x() < AHEAD):
-            prefetch(source, state_bytes, threads)
+        if slot < 0 or begin >= end:
+            wait_prerequisites()
+            return
         element = i32(thread_x() * 2)
         part = quotient(element, dim)  # q, k or v; the last threads repeat others
         first = i32((key_head if part == 0 else key_heads + key_head) * dim)
@@ -194,16 +200,19 @@ def make_gated_delta_mixer_step(dim: int, rows: Access, ahead: bool) -> Any:
             first = i32((2 * key_heads + head) * dim)
         channel = i32(first + (element & (dim - 1)))
         line = i64(2 * key_heads + value_heads) * (dim * 4)
+        ask_tail(base, tails + i64(slot) * 3 * line + i64(channel) * 4, line)
+        taps = weights(conv_weight + i64(channel) * 4, line)
+        if thread_x() >= threads - ROWS:
+            copy4(i32(base + rate_at), decay_log + head * 4)
+            copy4(i32(base + rate_at + 4), dt_bias + head * 4)
+        if not ahead or block_x() < AHEAD:
+            prefetch(source, state_bytes, threads)
         wait_prerequisites()
-        if slot < 0 or begin >= end:
-            return
         row, arrived = i32(begin), i32(0)
         inputs, gates = x + i64(channel) * item, gate + i64(head * dim) * item
         inputs, gates = inputs + row * x_stride, gates + row * gate_stride
         ask(base, inputs, gates, i32(min(ROWS, end - row)), x_stride, gate_stride)
-        ask_tail(base, tails + i64(slot) * 3 * line + i64(channel) * 4, line)
         copy_commit()
-        taps = weights(conv_weight + i64(channel) * 4, line)
         time, strength = ask_decay(a + head * item, b + head * item, row, end, ab_stride)
         state = load_state(source + within)
         if ahead and block_x() + AHEAD < num_blocks_x():
@@ -219,11 +228,10 @@ def make_gated_delta_mixer_step(dim: int, rows: Access, ahead: bool) -> Any:
                 copy_commit()
                 time, strength = ask_decay(a + own * item, b + own * item, row, end, ab_stride)
                 taps = weights(conv_weight + i64(column) * 4, line)
-            if thread_x() < ROWS:
-                rate = load_constant_f32(decay_log + own * 4)
-                bias = load_constant_f32(dt_bias + own * 4)
-                put_gates(base, thread_x(), time, strength, rate, bias)
             copies_arrived()
+            if thread_x() >= threads - ROWS:  # of a warp without inputs of its own
+                rate, bias = load_shared_f32(base + rate_at), load_shared_f32(base + rate_at + 4)
+                put_gates(base, thread_x() & (ROWS - 1), time, strength, rate, bias)
             t0, t1, t2 = kept(base)
             for j in range(count):
                 at = i32(base + inputs_at + thread_x() * pair_bytes + j * row_step)
@@ -245,11 +253,11 @@ def make_gated_delta_mixer_step(dim: int, rows: Access, ahead: bool) -> Any:
             sync_threads()
             for j in range(count):
                 state = advance(state, base, j)
+            sync_threads()
             own = opaque(head)
             if row + count == end and target >= 0:
                 new_state = states + (i64(target) * value_heads + own) * state_bytes
                 store_state(new_state + within, state)
-            sync_threads()
             for turn in range(turns):
                 j = i32(warp + turn * warps)
                 if j < count:

@@ -48,7 +48,7 @@ class NormTile(StepTile):
 
     @property
     def min_blocks(self) -> int:
-        """Thread blocks that an SM's registers shall hold: as many as of the product alone."""
+        """Thread blocks that an SM's registers shall hold, of gated ones the most there are."""
         return 3 if self.gated else 1
 
     @property
@@ -82,6 +82,7 @@ NORM_TILES: dict[str, NormTile] = {
     f"c{columns}": _tile(columns, BESIDE_ATTENTION - 1024) for columns in FEW_COLUMNS
 }
 NORM_TILES["gated"] = _tile(64, 74 << 10, gated=True)
+NORM_TILES["pair"] = _tile(64, 110 << 10, gated=True)
 """Tiles by variant: ``gemm_step_norm_bf16_<variant>`` is the kernel of one."""
 
 

@@ -241,7 +241,7 @@ def _column_tile(columns: int, rows: int) -> StepTile:
 
 
 # Found by timing whole sweeps of an 8B model's weights on an H200: see benchmarks/NOTES.md. wide
-# and gated have two or three thread blocks an SM.
+# and gated have two or three thread blocks an SM, pair (gated, of few columns and rows) two.
 TILES: dict[str, StepTile] = {
     f"c{columns}_{rows}": _column_tile(columns, rows) for columns in COLUMNS for rows in RUNGS
 }
@@ -252,12 +252,13 @@ TILES |= {
     if rows <= FEW_ROWS
 }
 TILES |= {
-    f"{form}_{rows}": StepTile(rows, columns, k_block, stages, form == "gated")
+    f"{form}_{rows}": StepTile(rows, columns, k_block, stages, form in ("gated", "pair"))
     for form, by_rows in (
         ("wide", ((128, 64, 4), (64, 64, 7), (64, 128, 4), (128, 128, 4), (128, 64, 7))),
         ("gated", ((64, 64, 8), (64, 64, 7), (64, 64, 6), (64, 64, 4), (192, 64, 5))),
+        ("pair", ((64, 128, 6), (64, 128, 5), (64, 128, 4))),
     )
-    for rows, (columns, k_block, stages) in zip(RUNGS, by_rows, strict=True)
+    for rows, (columns, k_block, stages) in zip(RUNGS, by_rows, strict=False)
 }
 """Tiles by variant: ``gemm_step_bf16_<variant>`` is the kernel of one."""
 
@@ -274,7 +275,8 @@ MMA_TILES: dict[str, MmaTile] = {
 def form(n: int, rows: int, *, gated: bool = False) -> str:
     """The family of ``TILES`` of a matrix of ``n`` rows, for ``rows`` rows of activations."""
     if gated:
-        return "gated"
+        fits = rows <= FEW_ROWS and TILES[f"pair_{RUNGS[0]}"].grid(n) <= 2 * NUM_SMS
+        return "pair" if fits else "gated"
     widths = FEW_COLUMNS if rows <= FEW_ROWS else COLUMNS
     return next((f"c{columns}" for columns in widths if n <= NUM_SMS * columns), "wide")
 

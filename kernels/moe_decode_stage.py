@@ -7,11 +7,18 @@ from typing import Any
 from atlas_kernels._cuda import device, i32, i64
 from atlas_kernels.moe_plan import DecodeTile
 from atlas_kernels.ptx import instruction
+from atlas_kernels.ptx_async import EVICT_FIRST
 from atlas_kernels.ptx_mma import ldmatrix_x4, mma_bf16
 from atlas_kernels.ptx_warp import lane_id, lanes
 
-copy_weights = instruction("", "r l", "cp.async.cg.shared.global.L2::256B [$0], [$1], 16;")
-"""``copy16`` of what is read once, from end to end: L2 fetches 256 bytes at a time."""
+copy_weights = instruction(
+    "",
+    "r l",
+    f"{{ .reg .b64 h; mov.b64 h, {EVICT_FIRST};"
+    " cp.async.cg.shared.global.L2::cache_hint.L2::256B [$0], [$1], 16, h; }",
+)
+"""``copy16`` of what is read once, from end to end: L2 fetches 256 bytes at a time, and gives their
+place up first. Else a step's experts would drive out what each layer reads again: code, tables."""
 
 
 def ask_stage(tile: DecodeTile) -> tuple[Any, Any]:

@@ -26,7 +26,6 @@ from atlas_kernels.ptx_warp import (
     lane_id,
     lanes,
     reduce_max_s32,
-    reduce_max_u32,
     shuffle_f32,
     warp_max,
     warp_sum,
@@ -34,8 +33,7 @@ from atlas_kernels.ptx_warp import (
 from atlas_kernels.registry import kernel
 
 THREADS = 32
-_LEAST = -(1 << 63)
-_LOW = 0xFFFFFFFF
+_LEAST = -(1 << 31)
 _MAGNITUDE = 0x7FFFFFFF
 _LOWEST = float("-inf")
 _GREATEST_DIVISOR = np.float32(2.0**126)
@@ -89,35 +87,42 @@ def _biased(value, e, bias, experts):
 
 
 @device
-def _key(value, e, _, experts):
-    """An int64 that orders by value, then by id, ascending; NaN above all."""
+def _order(value, e, _, experts):
+    """An int32 that orders as the values do; NaN above all, what is no expert below."""
     bits = float_bits(value + f32(0))
     order = bits ^ ((bits >> 31) & _MAGNITUDE)
-    return i64((i64(order) << 32) | (_LOW - i64(e))) if e < experts else i64(_LEAST)
+    return i32(order) if e < experts else i32(_LEAST)
+
+
+def _greatest(count: int) -> Any:
+    """(orders, e) → a lane's greatest order and the lowest of the experts that have it."""
+    if count == 1:
+
+        @device
+        def only(orders, e):
+            return orders[0], i32(e)
+
+        return only
+    half = count // 2
+    part = _greatest(half)
+
+    @device
+    def greatest(orders, e):
+        low, high = part(orders[:half], e), part(orders[half:], i32(e + 32 * half))
+        is_low = low[0] >= high[0]
+        return (low[0] if is_low else high[0]), (low[1] if is_low else high[1])
+
+    return greatest
 
 
 @device
-def _warp_max_key(key):
-    """Greatest key of the warp: its value, then the id among the lanes that have it."""
-    value = i32(key >> 32)
-    greatest = reduce_max_s32(value)
-    tail = reduce_max_u32(i32(key & _LOW) if value == greatest else i32(0))
-    return i64((i64(greatest) << 32) | (i64(tail) & _LOW))
-
-
-@device
-def _without(key, e, winner, _):
-    return i64(_LEAST) if key == winner else key
+def _without(order, e, winner, _):
+    return i32(_LEAST) if e == winner else order
 
 
 @device
 def _add(a, b):
     return a + b
-
-
-@device
-def _greater(a, b):
-    return max(a, b)
 
 
 def each(count: int, function: Any) -> Any:
@@ -167,11 +172,12 @@ def row_route(count: int, load: Any) -> Any:
     (row, active, scores, last, …): ``active`` is the row's number, ``scores`` the address of its
     scores, ``last`` that of the shared expert's, or 0; the others are the kernel's own arguments.
     """
-    scores_of, keys_of, remove = each(count, _score(load)), each(count, _key), each(count, _without)
+    scores_of, remove = each(count, _score(load)), each(count, _without)
+    orders_of, best_of = each(count, _order), _greatest(count)
     shift, negate = each(count, _shifted), each(count, _negated)
     exponentials, sigmoids = each(count, _exponential), each(count, _sigmoid)
     add_bias = each(count, _biased)
-    greatest_of, sum_of, best_of = (_tree(count, f) for f in (maximum, _add, _greater))
+    greatest_of, sum_of = _tree(count, maximum), _tree(count, _add)
     nothing = (0,) * count
 
     @device
@@ -198,15 +204,17 @@ def row_route(count: int, load: Any) -> Any:
             total = warp_sum(sum_of(values))
             if bias != 0:
                 values = add_bias(values, lane, bias, experts)
-            keys = keys_of(values, lane, i32(0), experts)
+            orders = orders_of(values, lane, i32(0), experts)
             order, j, step = i32(0), i32(0), i32(lanes() >> 5)
             while j < top_k:
-                winner = _warp_max_key(best_of(keys))
-                keys = remove(keys, lane, winner, i32(0))
+                best, expert = best_of(orders, lane)
+                first = reduce_max_s32(best)
+                winner = i32(-reduce_max_s32(i32(-expert) if best == first else i32(_LEAST)))
+                orders = remove(orders, lane, winner, i32(0))
                 if lane == j:
-                    own, order = i32(_LOW - (winner & _LOW)), i32(winner >> 32)
+                    own, order = winner, first
                 j = i32(j + step)
-            weight = bits_float(i32(order ^ ((order >> 31) & _MAGNITUDE)))  # the key's value
+            weight = bits_float(i32(order ^ ((order >> 31) & _MAGNITUDE)))  # the value itself
             if bias != 0:  # which the bias is part of
                 score = load(scores + max(own, i32(0)) * 4)
                 weight = exp32(-score if use_sigmoid != 0 else score - greatest)

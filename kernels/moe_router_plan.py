@@ -56,7 +56,7 @@ class RouterTile:
 ROUTER_TILES: dict[str, RouterTile] = {
     f"d{dim}_e{experts}": RouterTile(dim // 256, experts // 32)
     for dim in (2048, 4096)
-    for experts in (256, 512)
+    for experts in (128, 256, 512)
 }
 """``moe_router_<variant>``, and for sm_90a ``moe_router_wgmma_<variant>``."""
 

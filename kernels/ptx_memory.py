@@ -78,11 +78,13 @@ load_l2_f32x4 = instruction("f4", "l", "ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$
 load_l2_b32x4_or_zero = instruction(
     "r4",
     "l r",
-    "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p ld.global.cg.v4.b32 {$0, $1, $2, $3}, [$4];"
-    " @!p mov.b32 $0, 0; @!p mov.b32 $1, 0; @!p mov.b32 $2, 0; @!p mov.b32 $3, 0; }",
+    "{ .reg .pred p; .reg .b64 a; mov.b64 a, $4; setp.ne.b32 p, $5, 0;"
+    " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+    " @p ld.global.cg.v4.b32 {$0, $1, $2, $3}, [a]; }",
 )
 """Past L1, which may hold a line from before another thread block wrote to it; the last if its
-second argument is not 0, else zeros, without a branch."""
+second argument is not 0, else zeros, without a branch. Zeros come first: as a choice behind the
+load they would wait for it."""
 fence_device = instruction("", "", "fence.acq_rel.gpu;")
 """Orders this thread's accesses before and after it for all threads of the device."""
 atomic_add_b32 = instruction("r", "l r", "atom.global.add.u32 $0, [$1], $2;")

@@ -74,8 +74,7 @@ ballot = _collective(
 """A bit for each lane whose argument is not 0."""
 
 reduce_max_s32 = _collective("r", "r", f"redux.sync.max.s32 $0, $1, {_ALL};")
-reduce_max_u32 = _collective("r", "r", f"redux.sync.max.u32 $0, $1, {_ALL};")
-"""Greatest int32 of the warp, in every lane, signed or not: one instruction."""
+"""Greatest int32 of the warp, in every lane: one instruction."""
 
 _FLOATS = shared_buffer("atlas_warp_floats", 32 * 4)
 _KEYS = shared_buffer("atlas_warp_keys", 32 * 8)

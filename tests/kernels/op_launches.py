@@ -61,6 +61,7 @@ _OLDER = {
     "rmsnorm": {"weight"},
     "layernorm": {"weight", "bias"},
     "moe_router": {"norm", "slots"},
+    "gated_delta_mixer_step": {"tails", "decay_log", "dt_bias"},
     "rmsnorm_linear": {"norm"},
     "rmsnorm_linear_gated": {"norm"},
 }  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 from atlas_kernels.gemm_step_plan import (
     FEW_COLUMNS,
     MMA_TILES,
+    NUM_SMS,
     RUNGS,
     TILES,
     MmaTile,
@@ -61,6 +62,17 @@ def test_every_matrix_has_tiles_that_cover_it(n: int, rows: int, gated: bool) ->
     assert tile.grid(n) // tile.sharers * tile.box_rows >= (n // 2 if gated else n)
     mma = MMA_TILES[f"{mma_form(n, gated=gated)}_{rung(rows)}"]
     assert mma.grid(n) * mma.columns >= n
+
+
+def test_gated_tiles_for_few_columns() -> None:
+    """Two thread blocks an SM where three find nothing to do, for few rows."""
+    widest = 2 * NUM_SMS * 64
+    assert variant(widest, 1, gated=True) == "pair_8"
+    assert variant(1024, 32, gated=True) == "pair_32"
+    assert variant(widest + 2, 1, gated=True) == "gated_8"
+    assert variant(1024, 33, gated=True) == "gated_64"
+    for rows in (8, 16, 32):
+        assert 2 * (TILES[f"pair_{rows}"].shared_bytes + 1024) <= 228 * 1024
 
 
 def test_rungs() -> None:
@@ -220,6 +232,13 @@ class TestOnTheGpu:
             x = rounded(_normal(m, 1216), "bf16")
             got = product.wgmma(f"c{columns}_{rung(m)}", x)
             np.testing.assert_array_equal(got, product.wgmma(f"wide_{rung(m)}", x))
+
+    def test_gated_tiles_have_the_same_bits(self, device: Bench) -> None:
+        product = Product(device, 1024, 1216, pad=0)
+        for m in (1, 8, 13, 32):
+            x = rounded(_normal(m, 1216), "bf16")
+            got = product.wgmma(f"pair_{rung(m)}", x)
+            np.testing.assert_array_equal(got, product.wgmma(f"gated_{rung(m)}", x))
 
     @pytest.mark.parametrize("family", ["c16", "wide"])
     @pytest.mark.parametrize("spread", [0, 15])

@@ -29,9 +29,10 @@ def test_variants() -> None:
     def chosen(rows: int, dim: int, experts: int, room: int = 227 * 1024) -> str | None:
         return router_variant(rows, dim=dim, experts=experts, shared_bytes=room)
 
-    assert chosen(1, 2048, 128) == chosen(8, 2048, 256) == "d2048_e256"
+    assert chosen(1, 2048, 128) == chosen(8, 2048, 100) == "d2048_e128"
+    assert chosen(8, 2048, 256) == "d2048_e256"
     assert chosen(1, 2048, 512) == "d2048_e512"
-    assert chosen(1, 2688, 128) == "d4096_e256"
+    assert chosen(1, 2688, 128) == "d4096_e128"
     assert chosen(1, 2048, 256, LEAST) == "d2048_e256"
     assert chosen(1, 4096, 256, LEAST) is None
     assert chosen(ROUTER_ROWS + 1, 2048, 128) is None
