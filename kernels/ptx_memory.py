@@ -67,7 +67,6 @@ store_f32x4_if = instruction(
 """The same if the third argument is not 0, without a branch."""
 
 load_l2_f32 = instruction("f", "l", "ld.global.cg.f32 $0, [$1];")
-load_l2_b32 = instruction("r", "l", "ld.global.cg.b32 $0, [$1];")
 load_l2_b32_or_zero = instruction(
     "r",
     "l r",
