@@ -63,7 +63,7 @@ class NormedSweep:
         name = norm_variant(n, k, 1, gated=gated)
         tile = NORM_TILES[name]
         args = [self.gemm.map(weight, tile.weight_view(n, k)), x, norm, 0, out.data_ptr(), n, k]
-        self.gpu.run(f"gemm_step_norm_bf16_{name}", (tile.grid(n), 1), [*args, 0, EPS])
+        self.gpu.run(f"gemm_step_norm_bf16_{name}", (tile.grid(n), 1), [*args, 0, 0, EPS])
 
     def check(self, checks: Checks) -> None:
         """One kernel against two, bit for bit."""

@@ -65,7 +65,7 @@ def make_attention_decode(dim: int, tiles: int) -> Any:
         attend(
             q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,
             heads, kv_heads, max_rows, room, window, table_stride, q_stride, out_stride, scale,
-            softcap, i64(0), i64(0), (),
+            softcap, i64(0), i64(0), 0, (),
         )  # fmt: skip
 
     return attention_decode

@@ -32,7 +32,7 @@ from atlas_kernels.attention_decode_parts import (
 )
 from atlas_kernels.attention_fresh import FreshRows, queries_copy
 from atlas_kernels.attention_held import NOT_HELD, held_blocks
-from atlas_kernels.attention_plan import SPLIT
+from atlas_kernels.attention_plan import LOOP, SPLIT
 from atlas_kernels.kv_store import BLOCK_LEN
 from atlas_kernels.ptx_async import (
     copy_commit,
@@ -150,7 +150,7 @@ def attention_body(
     def attend(
         q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,
         heads, kv_heads, max_rows, room, window, table_stride, q_stride, out_stride, scale, softcap,
-        gate, gate_stride, fresh,
+        gate, gate_stride, rehearsal, fresh,
     ):  # fmt: skip
         group = quotient(heads, kv_heads)
         per_group = reciprocal_for(group)
@@ -219,9 +219,9 @@ def attention_body(
                     source = (i64(number) * kv_heads + head) * head_bytes
                     target = buffers + stage * (2 * block_bytes)
                     seen = i32(known - ahead * 16)
-                    copy_block(target, k_pool + source, seen)
+                    copy_block(target, k_pool + source, seen, 1)
                     copy_commit()
-                    copy_block(target + block_bytes, v_pool + source, seen)
+                    copy_block(target + block_bytes, v_pool + source, seen, 1)
                     copy_commit()
                 else:
                     copy_commit()
@@ -231,18 +231,19 @@ def attention_body(
             fourths = hold_fourth(pools, entry, fourth, high, head, kv_heads, known)
             is_first = split == first_split + block_y()
             # Few thread blocks, one after the other the step's path, find none of this code in
-            # their SM's instruction cache. So while they wait anyway, they go through it once,
-            # down to the output, with what their buffers hold. No store takes place.
-            rehearse = is_apart and is_first and num_blocks_x() <= FEW_BLOCKS
+            # their SM's instruction cache. So while they wait anyway, they go through it once, as
+            # far as ``rehearsal`` says, with what their buffers hold. Nothing is waited for then,
+            # be it memory that is on its way, and nothing is stored.
+            is_early = is_apart and is_first and num_blocks_x() <= FEW_BLOCKS
             later = i32(first_block + (depth + held) * WARPS)
-            while rehearse and later <= high:  # what no buffer has room for comes as far as L2
+            while is_early and later <= high:  # what no buffer has room for comes as far as L2
                 number = shuffle_b32(entry, later & (SPLIT // 16 - 1))
                 source = (i64(number) * kv_heads + head) * head_bytes
                 seen = i32(known - later * 16)
                 prefetch_block(k_pool + source, seen)
                 prefetch_block(v_pool + source, seen)
                 later = i32(later + WARPS)
-            attempt = i32(0) if rehearse else i32(1)
+            attempt = i32(0) if is_early and rehearsal > 0 else i32(1)
             while attempt < 2:
                 if is_first:
                     if is_apart and attempt == 1:
@@ -258,21 +259,24 @@ def attention_body(
                     ahead = i32(block + depth * WARPS)
                     number = shuffle_b32(entry, ahead & (SPLIT // 16 - 1))
                     source = (i64(number) * kv_heads + head) * head_bytes
-                    seen = i32(known - ahead * 16) if attempt == 1 else i32(0)
+                    seen = i32(known - ahead * 16)
                     target = at if attempt == 1 else sink
                     patched = block if attempt == 1 else i32(known >> 4)
-                    copied()
+                    if attempt == 1:
+                        copied()
                     sync_warp()
                     patch(base, target, patched, fresh_at, 0)
                     scores = scores_of(q_row, at + k_row)
                     sync_warp()
                     if ahead <= high:
                         if held > 0 and ahead == third:
-                            put_third(target, thirds[0])
+                            if attempt == 1:  # else it would wait for them
+                                put_third(at, thirds[0])
                         elif held > 1 and ahead == fourth:
-                            put_fourth(target, fourths[0])
+                            if attempt == 1:
+                                put_fourth(at, fourths[0])
                         else:
-                            copy_block(target, k_pool + source, seen)
+                            copy_block(at, k_pool + source, seen, attempt)
                     copy_commit()
                     if softcap > f32(0):
                         scores = cap(scores, inner, softcap)
@@ -284,21 +288,28 @@ def attention_body(
                     totals = rows_fma(totals, decay, parts)
                     values = scale_rows(values, decay)
                     target = i32(at + block_bytes) if attempt == 1 else sink
-                    copied()
+                    if attempt == 1:
+                        copied()
                     sync_warp()
                     patch(base, target, patched, fresh_at, 1)
                     values = values_of(values, weights, at + block_bytes + v_row)
                     sync_warp()
                     if ahead <= high:
                         if held > 0 and ahead == third:
-                            put_third(target, thirds[1])
+                            if attempt == 1:
+                                put_third(at + block_bytes, thirds[1])
                         elif held > 1 and ahead == fourth:
-                            put_fourth(target, fourths[1])
+                            if attempt == 1:
+                                put_fourth(at + block_bytes, fourths[1])
                         else:
-                            copy_block(target, v_pool + source, seen)
+                            copy_block(at + block_bytes, v_pool + source, seen, attempt)
                     copy_commit()
                     block = i32(block + WARPS)
                     slot = i32(0) if slot == depth - 1 else i32(slot + 1)
+                if attempt == 0 and rehearsal == LOOP:
+                    sync_threads()  # what it wrote to is the queries' next
+                    attempt = i32(1)
+                    continue
                 if warp == i32((latest >> 4) + 1) & (WARPS - 1):  # the next block's: it is ahead
                     store_fresh(base, fresh, kv_heads, fresh_at, split, pools, attempt)
                 totals = sum_lanes(totals)
@@ -316,7 +327,8 @@ def attention_body(
                 store_values(values, at + (lane & 3) * 8, step_to)
                 put_rows(sums_to, scale_maxima(maxima, factor))
                 put_rows(sums_to + 4, totals)
-                all_copied()
+                if attempt == 1:
+                    all_copied()
                 sync_threads()
                 item, end = thread_x(), i32(count * vectors)
                 end = end if attempt == 1 else i32(min(end, num_threads_x()))

@@ -11,7 +11,7 @@ from typing import Any
 
 from atlas_kernels._cuda import device, i32, i64
 from atlas_kernels.attention_decode_layout import queries_at
-from atlas_kernels.ptx_async import copy16_or_zero, copy_commit, copy_wait
+from atlas_kernels.ptx_async import copy16_if, copy_commit, copy_wait
 from atlas_kernels.ptx_math import quotient, quotient_by
 from atlas_kernels.ptx_warp import num_threads_x, sync_threads, thread_x
 
@@ -54,15 +54,15 @@ def token_of(place, index):
 
 
 def queries_copy(dim: int) -> Any:
-    """A device function of (base, q, q_stride, place, is_real): start copying the query rows, or
-    zeros unless ``is_real``."""
+    """A device function of (base, q, q_stride, place, is_real): start copying the query rows, if
+    ``is_real``."""
     chunks, q_at = dim // 8, queries_at(dim)
 
     @device
     def copy(base, q, q_stride, place, is_real):
         first_row, begin, count, group, head = place[0], place[2], place[3], place[4], place[5]
         chunk, end = thread_x(), i32(count * chunks)
-        num_bytes = i32(16) if is_real else i32(0)
+        wanted = i32(1) if is_real else i32(0)
         while chunk < end:
             row = quotient(chunk, chunks)
             index = i32(begin + row)
@@ -70,7 +70,7 @@ def queries_copy(dim: int) -> Any:
             source = q + i64(first_row + token) * q_stride
             source += i64(head * group + index - token * group) * (2 * dim)
             source += (chunk - row * chunks) * 16
-            copy16_or_zero(base + q_at + (chunk + row) * 16, source, num_bytes)
+            copy16_if(base + q_at + (chunk + row) * 16, source, wanted)
             chunk = i32(chunk + num_threads_x())
 
     return copy
@@ -84,7 +84,8 @@ def stored_rows(dim: int, *, are_old: bool = False) -> FreshRows:
     def bring(base, q, q_stride, fresh, place, asked, is_real):
         copy(base, q, q_stride, place, is_real)
         copy_commit()
-        copied()
+        if is_real:
+            copied()
         sync_threads()
 
     return FreshRows(

@@ -7,9 +7,10 @@ SPLIT = 512
 the speed at long contexts, in partial results, and won nothing at short ones."""
 STEP_DIMS = (64, 80, 96, 128, 256)
 """Dimensions of a head that the kernels take."""
-HELD = 2
+HELD = 1
 """Blocks of keys and values that a warp of ``attention_step_…_held`` has in registers, beyond those
-in its buffers: with them, all of 256 tokens are on their way before the kernel's wait."""
+in its buffers; those behind come into L2 before the kernel's wait. A second one would leave too few
+registers at 128 dimensions."""
 HELD_DIMS = (64, 128)
 WORKERS_PER_SM = 2
 """Thread blocks that share out a step's splits, for each SM."""
@@ -20,6 +21,20 @@ WGMMA_ROWS = 128
 """Rows that a thread block of ``attention_prefill_wgmma`` takes."""
 WGMMA_KEYS = {64: 128, 96: 128, 128: 128, 256: 80}
 """Keys of its tiles, by dimension."""
+
+
+LOOP, DOWN_TO_OUTPUT = 1, 2
+"""How far a thread block of decode attention goes through its code while it waits."""
+_LONG_PRODUCT = 32 << 20
+
+
+def rehearsal(weight_bytes: int) -> int:
+    """How far, behind a product that reads so many bytes; 0 stands for another kernel.
+
+    The whole way takes a thread block some 8 µs, as 32 MB of weights do: behind fewer it would be
+    late.
+    """
+    return LOOP if 0 < weight_bytes < _LONG_PRODUCT else DOWN_TO_OUTPUT
 
 
 def step_tiles(dim: int) -> int:

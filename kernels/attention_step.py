@@ -32,7 +32,7 @@ from atlas_kernels.attention_turn import DIMS, turned_rows
 from atlas_kernels.kv_store import BLOCK_LEN, pool_offset
 from atlas_kernels.ptx_async import (
     copy4_or_zero,
-    copy16_or_zero,
+    copy16_if,
     copy_commit,
     copy_wait,
     launch_dependents,
@@ -119,7 +119,7 @@ def _copied_rows(dim: int, tiles: int) -> tuple[Any, Any]:
         return ()
 
     @device
-    def copy(base, fresh, place, num_bytes):
+    def copy(base, fresh, place, wanted):
         first_row, head = place[0], place[5]
         chunk, end = thread_x(), i32(place[6] * chunks)
         while chunk < end:
@@ -127,17 +127,18 @@ def _copied_rows(dim: int, tiles: int) -> tuple[Any, Any]:
             column = i64(head) * (2 * dim) + (chunk - row * chunks) * 16
             k = fresh[0] + i64(first_row + row) * fresh[7] + column
             v = fresh[1] + i64(first_row + row) * fresh[8] + column
-            copy16_or_zero(base + keys_at + (chunk + row) * 16, k, num_bytes)
-            copy16_or_zero(base + values_at + chunk * 16, v, num_bytes)
+            copy16_if(base + keys_at + (chunk + row) * 16, k, wanted)
+            copy16_if(base + values_at + chunk * 16, v, wanted)
             chunk = i32(chunk + num_threads_x())
 
     @device
     def bring(base, q, q_stride, fresh, place, asked, is_real):
         position, begin, rows, count = place[1], place[2], place[3], place[6]
         copy_queries(base, q, q_stride, place, is_real)
-        copy(base, fresh, place, i32(16) if is_real else i32(0))
+        copy(base, fresh, place, i32(1) if is_real else i32(0))
         copy_commit()
-        copied()
+        if is_real:
+            copied()
         sync_threads()
         half, item, end = fresh[6], i32(thread_x() >> 5), i32(rows + count)
         while item < end:
@@ -211,7 +212,7 @@ def _fresh(dim: int, tiles: int) -> FreshRows:
 
 _ARGS = (
     "ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr"
-    " i32 i32 i32 i32 i32 i32 i32 i64 i64 i64 i64 i64 f32 f32 f32"
+    " i32 i32 i32 i32 i32 i32 i32 i32 i64 i64 i64 i64 i64 f32 f32 f32"
 )
 
 
@@ -242,6 +243,8 @@ def make_attention_step(dim: int, tiles: int, held: int = 0) -> Any:
     - ``q_weight``, ``k_weight`` float32 [K], or 0: norms of the heads, with ``eps``;
     - ``table`` float32 [P, 2, half]: cosines, then sines, of the first 2 · ``half`` dimensions;
     - ``slots`` int32 [T]: where keys and values go; a negative one is not written;
+    - ``rehearsal``: how far few thread blocks go through their code while they wait (0, or as in
+      ``attention_plan``): what the kernel before leaves time for;
     - ``max_rows``: at most ``fresh_rows`` of the variant. q, k and v are left as they were.
 
     ``_held`` is for few thread blocks, of which an SM holds two: at the start of a split a warp
@@ -252,13 +255,14 @@ def make_attention_step(dim: int, tiles: int, held: int = 0) -> Any:
     def attention_step(
         q, k, v, gate, q_weight, k_weight, table, slots, k_pool, v_pool, out, tables, cu_rows,
         positions, partials, sums, counters, heads, kv_heads, half, max_rows, room, window,
-        table_stride, q_stride, k_stride, v_stride, gate_stride, out_stride, scale, softcap, eps,
+        table_stride, rehearsal, q_stride, k_stride, v_stride, gate_stride, out_stride, scale,
+        softcap, eps,
     ):  # fmt: skip
         launch_dependents()
         attend(
             q, k_pool, v_pool, out, tables, cu_rows, positions, partials, sums, counters,
             heads, kv_heads, max_rows, room, window, table_stride, q_stride, out_stride, scale,
-            softcap, gate, gate_stride,
+            softcap, gate, gate_stride, rehearsal,
             (k, v, q_weight, k_weight, table, slots, half, k_stride, v_stride, eps),
         )  # fmt: skip
 

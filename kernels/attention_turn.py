@@ -16,7 +16,7 @@ from typing import Any
 from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.attention_decode_layout import WARPS, key_pitch, queries_at
 from atlas_kernels.attention_fresh import token_of
-from atlas_kernels.ptx_async import copy16_or_zero, copy_commit, copy_wait
+from atlas_kernels.ptx_async import copy16_if, copy_commit, copy_wait
 from atlas_kernels.ptx_math import fast_rsqrt, pack_bf16, unpack_bf16
 from atlas_kernels.ptx_memory import load_l2_b32_or_zero, store_shared_b32
 from atlas_kernels.ptx_warp import (
@@ -275,7 +275,7 @@ def turned_rows(dim: int, keys_at: int, values_at: int) -> tuple[Any, Any]:
         if row >= 0 and row < place[6] and lane_id() < dim // 8:
             source = fresh[1] + i64(place[0] + row) * fresh[8] + i64(place[5]) * (2 * dim)
             at = i32(base + values_at + row * (2 * dim) + lane_id() * 16)
-            copy16_or_zero(at, source + lane_id() * 16, i32(16) if is_real else i32(0))
+            copy16_if(at, source + lane_id() * 16, i32(1) if is_real else i32(0))
 
     @device
     def bring(base, q, q_stride, fresh, place, asked, is_real):
@@ -309,7 +309,8 @@ def turned_rows(dim: int, keys_at: int, values_at: int) -> tuple[Any, Any]:
             item, items, words = behind, later, later_words
             sync_warp()
         copy_commit()
-        copied()
+        if is_real:
+            copied()
         sync_threads()
 
     return ask, bring

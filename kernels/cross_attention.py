@@ -17,6 +17,7 @@ from atlas_kernels.attention_decode import VARIANTS
 from atlas_kernels.attention_decode_body import attention_body
 from atlas_kernels.attention_decode_layout import THREADS, resident_blocks, shared_bytes
 from atlas_kernels.attention_fresh import stored_rows
+from atlas_kernels.attention_plan import DOWN_TO_OUTPUT
 from atlas_kernels.ptx_async import launch_dependents
 from atlas_kernels.ptx_memory import load_b32
 from atlas_kernels.registry import kernel
@@ -51,7 +52,7 @@ def make_cross_attention(dim: int, tiles: int) -> Any:
         attend(
             q, k_pool, v_pool, out, tables, cu_rows, lens, partials, sums, counters,
             heads, kv_heads, max_rows, room, i32(0), table_stride, q_stride, out_stride, scale,
-            f32(0), i64(0), i64(0), (),
+            f32(0), i64(0), i64(0), DOWN_TO_OUTPUT, (),
         )  # fmt: skip
 
     return cross_attention

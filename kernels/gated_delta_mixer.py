@@ -21,7 +21,7 @@ from atlas_kernels.ptx_async import (
     launch_dependents,
     wait_prerequisites,
 )
-from atlas_kernels.ptx_math import fast_rsqrt, fma, opaque, quotient, unpack_bf16
+from atlas_kernels.ptx_math import fast_rsqrt, fma, opaque, quotient, unpack_bf16, vector_zero
 from atlas_kernels.ptx_memory import (
     atomic_add_b32,
     load_constant_b32,
@@ -71,11 +71,10 @@ def make_gated_delta_mixer_step(dim: int, rows: Access, ahead: bool) -> Any:
     - ``tails`` float32 [S, 3, C] are read and written as ``states`` are;
     - ``counters`` int32 [N · HK]: zero, and zero again afterwards.
 
-    The tail, which earlier steps left, and constants are read before the wait. The state is then
-    brought into L2 alone: its loads would keep the rows of the product waiting that runs on the
-    same SM. After the wait, what is small is asked for before the state, whose bytes it would wait
-    behind, and used while those are on their way. With ``ahead``, a thread block asks the state of
-    one that starts later into L2.
+    What earlier steps left is read before the wait: the tail, and, where all thread blocks run at
+    once, the state. Of many thread blocks the later ones find the wait over: they ask for what is
+    small before the state, whose bytes it would wait behind, and use it while those are on their
+    way. With ``ahead``, a thread block asks the state of one that starts later into L2.
     """
     item, pair_bytes = rows.item_bytes, 2 * rows.item_bytes
     head_of = Head(dim, pair_bytes)
@@ -90,6 +89,7 @@ def make_gated_delta_mixer_step(dim: int, rows: Access, ahead: bool) -> Any:
     load_pair, widen, store_pair = load_shared_f32x2, device(lambda pair: pair), rows.store
     if rows.type == "bf16":
         load_pair, widen = load_shared_b32, unpack_bf16
+    nothing = vector_zero(piece_rows * 4)
     load_gate, convolution, copies_arrived = access(rows.type, 1).load, convolve(2), copy_wait(0)
     window_step, row_step, z_step = 8 * threads, pair_bytes * threads, dim * item
     turns = ROWS // warps  # of rows, for each warp
@@ -205,7 +205,10 @@ def make_gated_delta_mixer_step(dim: int, rows: Access, ahead: bool) -> Any:
         if thread_x() >= threads - ROWS:
             copy4(i32(base + rate_at), decay_log + head * 4)
             copy4(i32(base + rate_at + 4), dt_bias + head * 4)
-        if not ahead or block_x() < AHEAD:
+        state, at_once = nothing(), num_blocks_x() <= AHEAD
+        if at_once:
+            state = load_state(source + within)
+        elif not ahead or block_x() < AHEAD:
             prefetch(source, state_bytes, threads)
         wait_prerequisites()
         row, arrived = i32(begin), i32(0)
@@ -214,7 +217,8 @@ def make_gated_delta_mixer_step(dim: int, rows: Access, ahead: bool) -> Any:
         ask(base, inputs, gates, i32(min(ROWS, end - row)), x_stride, gate_stride)
         copy_commit()
         time, strength = ask_decay(a + head * item, b + head * item, row, end, ab_stride)
-        state = load_state(source + within)
+        if not at_once:
+            state = load_state(source + within)
         if ahead and block_x() + AHEAD < num_blocks_x():
             later = state_of(states, slots, block_x() + AHEAD, value_heads)
             if later != 0:

@@ -127,7 +127,7 @@ def _normalise(sums_offset: int) -> Any:
 
 @kernel(
     "gemm_step_norm",
-    args="ptr ptr ptr ptr ptr i32 i32 i32 f32",
+    args="ptr ptr ptr ptr ptr i32 i32 i32 i32 f32",
     threads=lambda tile: tile.threads,
     min_blocks=lambda tile: tile.min_blocks,
     shared=lambda tile: tile.shared_bytes,
@@ -138,7 +138,8 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
     """out [1, n] = rmsnorm(x [1, k]) · Wᵀ + bias, or gated [1, n / 2]; grid (tile.grid(n)).
 
     Arguments: the tensor map of W, as in ``gemm_step``; x (bf16, not ``out``), norm weight
-    (float32); bias (float32) or 0; out and ``option`` as in ``gemm_step``; n, k (a multiple of 64).
+    (float32); bias (float32) or 0; out and ``option`` as in ``gemm_step``; n, k (a multiple of 64);
+    ``pace`` as in ``gemm_norm_plan``.
     """
     k_block, consumers, asker = tile.k_block, tile.consumers, tile.asker
     box_rows, halves = tile.box_rows, 2 if tile.gated else 1
@@ -146,7 +147,7 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
     consume, write = ring_consume(tile, _normed_row(tile)), tile_write(tile)
     normalise = _normalise(tile.sums_offset)
 
-    def gemm_step_norm(map_w, x, norm, bias, out, n, k, option, eps):
+    def gemm_step_norm(map_w, x, norm, bias, out, n, k, option, pace, eps):
         launch_dependents()
         base, thread = i32(dynamic_shared() + ROW_BYTES), thread_x()
         column0 = i32(block_x() * box_rows)
@@ -154,7 +155,7 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
         begin(base, thread)
         sync_threads()  # the barriers are ready
         if thread == asker:
-            prefetch(map_w, base, steps, column0, 0)
+            prefetch(map_w, base, steps, column0, 0, pace)
         weights = _weights(norm, thread, k)
         wait_prerequisites()  # x and what out held are other kernels'
         if thread < _THREADS:
@@ -165,7 +166,7 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
         if thread < consumers:
             consume(base, steps, thread)
         elif thread == asker:
-            produce(map_w, 0, base, steps, column0, 0, 0)
+            produce(map_w, 0, base, steps, column0, 0, 0, pace)
         sync_threads()
         count = opaque(1)  # of rows: a loop that the compiler knows to be short would be unrolled
         write(base, column0, 0, num_columns, count, bias, 0, out, 0, 0, option)

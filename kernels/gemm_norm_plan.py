@@ -86,6 +86,19 @@ NORM_TILES["pair"] = _tile(64, 110 << 10, gated=True)
 """Tiles by variant: ``gemm_step_norm_bf16_<variant>`` is the kernel of one."""
 
 
+_SHORT_PRODUCT, _IN_FLIGHT = 32 << 20, 48 << 10
+
+
+def pace(tile: NormTile, weight_bytes: int) -> int:
+    """Stages of weights that a thread block has on their way at a time; 0: as many as it has.
+
+    A short product is over before the kernel behind it has made ready. What that one loads, one
+    address after the other, comes the later the more requests stand in the memory's queues; 6 MB
+    in flight keep the memory busy.
+    """
+    return max(1, _IN_FLIGHT // tile.stage_bytes) if weight_bytes < _SHORT_PRODUCT else 0
+
+
 def norm_variant(n: int, k: int, rows: int, *, gated: bool = False) -> str | None:
     """The key of ``NORM_TILES`` for ``rows`` rows and a matrix [n, k]; None: two kernels do it."""
     if rows != 1 or k > NORM_K or k % BOX_K:

@@ -87,14 +87,19 @@ def ring_begin(tile: StepTile) -> Any:
 
 
 def ring_prefetch(tile: StepTile) -> Any:
-    """By one thread: ask for the first stages of weights, which are no other kernel's."""
+    """By one thread: ask for the first stages of weights, which are no other kernel's.
+
+    ``pace``, unless 0, is how many are on their way at a time.
+    """
     stages, stage_bytes, boxes = tile.stages, tile.stage_bytes, tile.k_block // BOX_K
     barriers, ask_weights = tile.barrier_offset, _ask_weights(tile)
 
     @device
-    def prefetch(map_w, base, steps, column0, rank):
+    def prefetch(map_w, base, steps, column0, rank, pace):
         i, end = i32(0), min(i32(stages), steps)
         while i < end:
+            if pace > 0 and i >= pace:
+                barrier_wait(i32(base + barriers + 8 * (i - pace)), 0)
             at, ready = i32(base + i * stage_bytes), i32(base + barriers + 8 * i)
             ask_weights(map_w, at, ready, i32(i * boxes), column0, rank)
             i = i32(i + 1)
@@ -109,11 +114,15 @@ def ring_produce(tile: StepTile) -> Any:
     ask_weights = _ask_weights(tile)
 
     @device
-    def produce(map_w, map_x, base, steps, column0, row0, rank):
+    def produce(map_w, map_x, base, steps, column0, row0, rank, pace):
         stage, parity, i = i32(0), i32(1), i32(0)
         while i < steps:
             at, ready = i32(base + stage * stage_bytes), i32(base + barriers + 8 * stage)
             if i >= stages:
+                if pace > 0:
+                    before = i32(i - pace)
+                    turn = quotient(before, stages)
+                    barrier_wait(i32(base + barriers + 8 * (before - turn * stages)), turn & 1)
                 barrier_wait(ready + 8 * stages, parity)
                 ask_weights(map_w, at, ready, i32(i * boxes), column0, rank)
             if has_rows:

@@ -67,12 +67,12 @@ def make_gemm_step(tile: StepTile) -> Any:
         begin(base, thread)
         sync_blocks()  # the barriers are ready, in every thread block of the cluster
         if thread == consumers:
-            prefetch(map_w, base, steps, column0, rank)
+            prefetch(map_w, base, steps, column0, rank, 0)
         wait_prerequisites()  # x, residual and what out held are other kernels'
         if thread < consumers:
             consume(base, steps, thread)
         elif thread == consumers:
-            produce(map_w, map_x, base, steps, column0, row0, rank)
+            produce(map_w, map_x, base, steps, column0, row0, rank, 0)
         sync_threads()
         write(
             base, column0, row0, num_columns, m, bias, residual, out, residual_stride, out_stride,

@@ -108,14 +108,14 @@ def down_area(rows: int, slots: int, inner: int) -> int:
 
 
 GATE_UP_TILES: dict[str, DecodeTile] = {
-    "r1": DecodeTile(1, 4, 128, 5, 2, 94 * 1024),
+    "r1": DecodeTile(1, 3, 256, 4, 2, 111 * 1024),
     "r2": DecodeTile(2, 4, 128, 5, 2, 98 * 1024),
     "r8": DecodeTile(8, 8, 128, 5, 1, _FULL),
 }
 """``moe_gate_up_bf16_<variant>``, fewest rows first."""
 
 DOWN_TILES: dict[str, DecodeTile] = {
-    "r1": DecodeTile(1, 9, 128, 3, 1, 131 * 1024),  # beside a block of ``moe_gate_up``
+    "r1": DecodeTile(1, 9, 128, 3, 1, 131 * 1024),
     "r2": DecodeTile(2, 9, 128, 3, 1, 148 * 1024),
     "r8": DecodeTile(8, 8, 128, 3, 1, _FULL),
 }

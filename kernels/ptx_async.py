@@ -37,6 +37,19 @@ copy16 = instruction("", "r l", "cp.async.cg.shared.global.L2::128B [$0], [$1], 
 """Start copying 16 bytes to shared memory past L1: (shared address, global address)."""
 copy16_or_zero = instruction("", "r l r", "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;")
 """The same with the number of bytes to read, 16 or 0; the rest is filled with zeros."""
+copy16_if = instruction(
+    "",
+    "r l r",
+    "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.cg.shared.global.L2::128B [$0], [$1], 16; }",
+)
+"""``copy16`` if the third argument is not 0, without a branch."""
+copy16_or_zero_if = instruction(
+    "",
+    "r l r r",
+    "{ .reg .pred p; setp.ne.b32 p, $3, 0;"
+    " @p cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2; }",
+)
+"""``copy16_or_zero`` if the fourth argument is not 0, without a branch."""
 copy8 = instruction("", "r l", "cp.async.ca.shared.global.L2::128B [$0], [$1], 8;")
 copy4 = instruction("", "r l", "cp.async.ca.shared.global.L2::128B [$0], [$1], 4;")
 """8 and 4 bytes, through L1."""

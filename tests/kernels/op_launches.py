@@ -61,7 +61,7 @@ _OLDER = {
     "rmsnorm": {"weight"},
     "layernorm": {"weight", "bias"},
     "moe_router": {"norm", "slots"},
-    "gated_delta_mixer_step": {"tails", "decay_log", "dt_bias"},
+    "gated_delta_mixer_step": {"states", "tails", "decay_log", "dt_bias"},
     "rmsnorm_linear": {"norm"},
     "rmsnorm_linear_gated": {"norm"},
 }  # fmt: skip
@@ -72,7 +72,7 @@ class BenchQueue:
     """The queue that ops write to, over a bench: every launch is checked and run at once."""
 
     def __init__(self, bench: Bench, arch: str, tensor_map: Any = None) -> None:
-        self.bench, self.launched = bench, []
+        self.bench, self.launched, self.reading = bench, [], 0
         self.device = SimpleNamespace(
             arch=arch, capability=(8, 0) if arch == "sm_80" else (9, 0), num_sms=4, products=None
         )

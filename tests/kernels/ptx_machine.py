@@ -418,6 +418,8 @@ class _Block:
             self.copies.wait(active, int(operands[0]), self.shared)
         else:
             width = int(operands[2])
+            if "cache_hint" in opcode:  # a policy, the last operand
+                operands = operands[:-1]
             sizes = self._read(operands[3])[active] if len(operands) > 3 else np.full(1, width)
             places = self._address(operands[0])[active].astype(np.int64)
             data = np.zeros((places.size, width), np.uint8)

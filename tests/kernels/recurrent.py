@@ -100,7 +100,8 @@ class DeltaLayer:
         args += [self.tails.address, counters, out.address, self.key_heads, self.value_heads]
         args += [self.projection.stride, self.projection.stride, self.gates.stride, out.stride]
         name = f"gated_delta_mixer_step_d{self.dim}_{self.type}"
-        for address in (self.tails.address, *self.constants):  # what earlier steps left, constants
+        # What earlier steps left, and constants.
+        for address in (self.tails.address, self.states.address, *self.constants):
             self.bench.early(address)
         self.bench.run(name, (num_seqs * self.value_heads, 1), [*args, np.float32(1e-6)])
         left = self.bench.memory.get(counters, np.ones(num_seqs * self.key_heads, np.int32))

@@ -107,13 +107,13 @@ class Layer:
         self.bench.run(f"gemm_step_bf16_{name}", (tile.grid(self.n), 1), args)
         return self._got(out)
 
-    def fused(self, name: str, x: Buffer, type: str, option: int) -> Array:
+    def fused(self, name: str, x: Buffer, type: str, option: int, pace: int = 0) -> Array:
         """``gemm_step_norm``."""
         tile = NORM_TILES[name]
         out, bias = self._out(type, gated=tile.gated), self.bias.address if self.bias else 0
         weights = self._map(self.weight, tile.weight_view(self.n, self.k))
         args = [weights, x.address, self.norm.address, bias]
-        args += [out.address, self.n, self.k, option, EPS]
+        args += [out.address, self.n, self.k, option, pace, EPS]
         self.bench.run(f"gemm_step_norm_bf16_{name}", (tile.grid(self.n), 1), args)
         return self._got(out)
 
@@ -146,7 +146,8 @@ def test_the_bits_of_both_kernels(bench: Bench, name: str, k: int, has_bias: boo
     type, option = ("bf16", 1) if gated else ("f32", 1)
     want = layer.apart(x, type, option, gated=gated)
     assert np.isfinite(want).all()
-    np.testing.assert_array_equal(layer.fused(name, x, type, option), want)
+    for stages in (0, 2):
+        np.testing.assert_array_equal(layer.fused(name, x, type, option, stages), want)
 
 
 @pytest.mark.parametrize("name", ["c32", "gated"])

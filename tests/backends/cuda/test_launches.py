@@ -20,7 +20,7 @@ from tests.backends.cuda.test_engine import open_engine
 @pytest.mark.parametrize(
     ("batch", "in_products", "apart"),
     [
-        (1, {"gemm_step_norm_bf16_c16": 2, "gemm_step_norm_bf16_gated": 2}, 1),
+        (1, {"gemm_step_norm_bf16_c16": 2, "gemm_step_norm_bf16_pair": 2}, 1),
         (2, {}, 5),
         (3, {}, 5),
     ],

@@ -18,6 +18,7 @@ from atlas_kernels.attention_plan import (
     pool_view,
     prefill_rows,
     prefill_variant,
+    rehearsal,
     step_variant,
     wgmma_tiles,
     wgmma_variant,
@@ -193,7 +194,8 @@ def attention_step_gated(
         pools: Args = (k_pool, v_pool, out, tables, own_rows, positions, *sweep.scratch)
         if is_fused:
             args: Args = (q, k, v, gates[0], *norms, rope_table, slots, *pools, *heads, half)
-            args += (*sweep.numbers, q.strides[0], k.strides[0], v.strides[0], gates[1])
+            args += (*sweep.numbers, rehearsal(queue.reading))
+            args += (q.strides[0], k.strides[0], v.strides[0], gates[1])
             args += (out.strides[0], scale, softcap or 0.0, norm_eps)
             device = queue.device
             variant = step_variant(

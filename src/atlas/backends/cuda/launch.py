@@ -97,6 +97,12 @@ class Queue:
         Memory that launches share.
     recording : Recording, optional
         None for an eager queue.
+
+    Attributes
+    ----------
+    reading : int
+        Bytes of weights that the last launch reads, if it is a step product, else 0: how long it
+        takes is what the next kernel may do ahead of its turn.
     """
 
     def __init__(
@@ -105,6 +111,7 @@ class Queue:
         self.device = device
         self.workspace = workspace
         self.recording = recording
+        self.reading = 0
 
     def launch(
         self, kernel: str, grid: Grid, args: tuple[Argument, ...], keep: object = None
@@ -187,6 +194,7 @@ class Queue:
         return self.device.tensor_maps.address(array, box, shape, strides)
 
     def _put(self, launch: Launch, keep: object) -> None:
+        self.reading = 0
         if self.recording is not None:
             self.recording.launches.append(launch)
             self.recording.keep.append(keep)

@@ -179,6 +179,13 @@ def step_product(
     queue: Queue, x: DeviceArray, weight: DeviceMatrix, epilogue: Epilogue, out: DeviceArray
 ) -> None:
     """Up to ``STEP_ROWS`` rows by the step GEMM."""
+    _step_product(queue, x, weight, epilogue, out)
+    queue.reading = weight.data.nbytes
+
+
+def _step_product(
+    queue: Queue, x: DeviceArray, weight: DeviceMatrix, epilogue: Epilogue, out: DeviceArray
+) -> None:
     (m, k), n, gated = x.shape, weight.rows, epilogue.gate is not None
     residual = epilogue.residual
     shared: Args = (

@@ -5,7 +5,7 @@ Which matrices: ``offers.normed_product``. The bits are those of the two.
 
 from __future__ import annotations
 
-from atlas_kernels.gemm_norm_plan import NORM_TILES
+from atlas_kernels.gemm_norm_plan import NORM_TILES, pace
 
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import Args, match, row_suffix
@@ -70,6 +70,7 @@ def _in_one(
     match("float32", f"{k}", norm)
     tile, bias = NORM_TILES[name], 0 if epilogue.bias is None else epilogue.bias
     args: Args = (queue.tensor_map(weight.values, *tile.weight_view(n, k)), x, norm, bias)
-    args += (out, n, k, store_option(epilogue, out), eps)
+    args += (out, n, k, store_option(epilogue, out), pace(tile, weight.data.nbytes), eps)
     queue.launch(f"gemm_step_norm_bf16_{name}", (tile.grid(n), 1), args, weight)
+    queue.reading = weight.data.nbytes
     return True
