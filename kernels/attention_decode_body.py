@@ -91,6 +91,8 @@ from atlas_kernels.ptx_warp import (
 
 FEW_BLOCKS = 256
 """Thread blocks up to which all run at once on a large GPU, with time before their turn."""
+ALONE = 64
+"""Thread blocks up to which what they read is little beside the product before."""
 LOG2_E = 1.4426950408889634
 
 
@@ -106,12 +108,12 @@ def attention_body(
     rows_apart: FreshRows,
     last_key: Any = own_position,
     *,
-    held: int = 0,
+    holds: bool = False,
 ) -> Any:
     """A device function of the kernel's arguments, and of a tuple that ``rows_apart`` takes.
 
     - ``last_key``: (positions, sequence, row) → the last key that a row sees;
-    - ``held``: how many of the two blocks after those in a warp's buffers wait in registers.
+    - ``holds``: the block after those in a warp's buffers waits in registers.
 
     Unless ``gate`` is 0, whoever writes a row's output multiplies it by its gates' sigmoid.
 
@@ -125,7 +127,6 @@ def attention_body(
     warp_bytes = depth * 2 * block_bytes
     q_at = queries_at(dim)
     row_limits, row_sums, part_pitch = limits_at(dim, tiles), sums_at(dim, tiles), result_pitch(dim)
-    rehearsed = max(held - 1, 0)  # blocks of a warp behind its first: each held one has its code
     vectors = dim // 4
 
     scores_of, values_of = tile_scores(dim, 16, tiles, pitch), tile_values(dim, 16, tiles, pitch)
@@ -143,8 +144,8 @@ def attention_body(
     combine = combine_splits(dim)
     first_fresh, ask, bring = rows_apart.first, rows_apart.ask, rows_apart.bring
     store_fresh, patch = rows_apart.store, rows_apart.patch
-    hold_third, put_third = held_blocks(dim) if held > 0 else NOT_HELD
-    hold_fourth, put_fourth = held_blocks(dim) if held > 1 else NOT_HELD
+    hold, put_held = held_blocks(dim) if holds else NOT_HELD
+    asked_for = depth + holds  # blocks of a warp before the wait
 
     @device
     def attend(
@@ -226,17 +227,17 @@ def attention_body(
                 else:
                     copy_commit()
                     copy_commit()
-            third, fourth = i32(first_block + depth * WARPS), i32(first_block + (depth + 1) * WARPS)
-            thirds = hold_third(pools, entry, third, high, head, kv_heads, known)
-            fourths = hold_fourth(pools, entry, fourth, high, head, kv_heads, known)
+            next_block = i32(first_block + depth * WARPS)
+            held = hold(pools, entry, next_block, high, head, kv_heads, known)
             is_first = split == first_split + block_y()
             # Few thread blocks, one after the other the step's path, find none of this code in
             # their SM's instruction cache. So while they wait anyway, they go through it once, as
             # far as ``rehearsal`` says, with what their buffers hold. Nothing is waited for then,
             # be it memory that is on its way, and nothing is stored.
             is_early = is_apart and is_first and num_blocks_x() <= FEW_BLOCKS
-            later = i32(first_block + (depth + held) * WARPS)
-            while is_early and later <= high:  # what no buffer has room for comes as far as L2
+            later = i32(first_block + asked_for * WARPS)
+            # What no buffer has room for comes as far as L2, unless memory has enough to do.
+            while is_early and num_blocks_x() <= ALONE and later <= high:
                 number = shuffle_b32(entry, later & (SPLIT // 16 - 1))
                 source = (i64(number) * kv_heads + head) * head_bytes
                 seen = i32(known - later * 16)
@@ -253,7 +254,7 @@ def attention_body(
                 last = load_rows(base + row_limits + (lane >> 2) * 8 + 4)
                 values, maxima, totals = no_values(), no_maxima(), no_sums()
                 slot, block = i32(0), first_block
-                end = high if attempt == 1 else i32(min(high, first_block + rehearsed * WARPS))
+                end = high if attempt == 1 else i32(min(high, first_block))
                 while block <= end:
                     at = i32(buffers + slot * (2 * block_bytes))
                     ahead = i32(block + depth * WARPS)
@@ -269,12 +270,9 @@ def attention_body(
                     scores = scores_of(q_row, at + k_row)
                     sync_warp()
                     if ahead <= high:
-                        if held > 0 and ahead == third:
+                        if holds and ahead == next_block:
                             if attempt == 1:  # else it would wait for them
-                                put_third(at, thirds[0])
-                        elif held > 1 and ahead == fourth:
-                            if attempt == 1:
-                                put_fourth(at, fourths[0])
+                                put_held(at, held[0])
                         else:
                             copy_block(at, k_pool + source, seen, attempt)
                     copy_commit()
@@ -295,12 +293,9 @@ def attention_body(
                     values = values_of(values, weights, at + block_bytes + v_row)
                     sync_warp()
                     if ahead <= high:
-                        if held > 0 and ahead == third:
+                        if holds and ahead == next_block:
                             if attempt == 1:
-                                put_third(at + block_bytes, thirds[1])
-                        elif held > 1 and ahead == fourth:
-                            if attempt == 1:
-                                put_fourth(at + block_bytes, fourths[1])
+                                put_held(at + block_bytes, held[1])
                         else:
                             copy_block(at + block_bytes, v_pool + source, seen, attempt)
                     copy_commit()

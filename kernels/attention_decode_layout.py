@@ -50,6 +50,6 @@ def shared_bytes(dim: int, tiles: int) -> int:
     return limits_at(dim, tiles) + rows * LIMIT_BYTES
 
 
-def resident_blocks(dim: int, tiles: int, held: int = 0) -> int:
+def resident_blocks(dim: int, tiles: int, holds: bool = False) -> int:
     """Thread blocks that an SM shall hold."""
-    return 3 if tiles * dim <= 128 and held == 0 else 2
+    return 3 if tiles * dim <= 128 and not holds else 2

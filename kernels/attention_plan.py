@@ -7,11 +7,10 @@ SPLIT = 512
 the speed at long contexts, in partial results, and won nothing at short ones."""
 STEP_DIMS = (64, 80, 96, 128, 256)
 """Dimensions of a head that the kernels take."""
-HELD = 1
-"""Blocks of keys and values that a warp of ``attention_step_…_held`` has in registers, beyond those
-in its buffers; those behind come into L2 before the kernel's wait. A second one would leave too few
-registers at 128 dimensions."""
 HELD_DIMS = (64, 128)
+"""Those for which a warp of ``attention_step_…_held`` has a block of keys and values in registers,
+beyond those in its buffers; the blocks behind come into L2 before the kernel's wait. Of a second
+one, registers were too few at 128 dimensions."""
 WORKERS_PER_SM = 2
 """Thread blocks that share out a step's splits, for each SM."""
 PREFILL_SHAPES = {64: (64, 2), 80: (64, 2), 96: (32, 2), 128: (32, 2), 256: (16, 1)}
@@ -28,13 +27,14 @@ LOOP, DOWN_TO_OUTPUT = 1, 2
 _LONG_PRODUCT = 32 << 20
 
 
-def rehearsal(weight_bytes: int) -> int:
+def rehearsal(weight_bytes: int, *, few: bool) -> int:
     """How far, behind a product that reads so many bytes; 0 stands for another kernel.
 
     The whole way takes a thread block some 8 µs, as 32 MB of weights do: behind fewer it would be
-    late.
+    late, and so it is where thread blocks share an SM (not ``few``).
     """
-    return LOOP if 0 < weight_bytes < _LONG_PRODUCT else DOWN_TO_OUTPUT
+    is_late = 0 < weight_bytes < _LONG_PRODUCT or not few
+    return LOOP if is_late else DOWN_TO_OUTPUT
 
 
 def step_tiles(dim: int) -> int:

@@ -27,7 +27,7 @@ from atlas_kernels.attention_decode_layout import (
 )
 from atlas_kernels.attention_decode_layout import shared_bytes as decode_bytes
 from atlas_kernels.attention_fresh import FreshRows, queries_copy, token_of
-from atlas_kernels.attention_plan import HELD, HELD_DIMS, SPLIT, fresh_rows
+from atlas_kernels.attention_plan import HELD_DIMS, SPLIT, fresh_rows
 from atlas_kernels.attention_turn import DIMS, turned_rows
 from atlas_kernels.kv_store import BLOCK_LEN, pool_offset
 from atlas_kernels.ptx_async import (
@@ -75,7 +75,7 @@ def _sink_at(dim: int, tiles: int) -> int:
     return _values_at(dim, tiles) + fresh_rows(dim, 16 * tiles) * 2 * dim
 
 
-def shared_bytes(dim: int, tiles: int, held: int = 0) -> int:
+def shared_bytes(dim: int, tiles: int, holds: bool = False) -> int:
     """Dynamic shared memory: that of ``attention_decode``, and the new keys and values."""
     return _sink_at(dim, tiles) + (0 if dim in DIMS else _SINK_BYTES)
 
@@ -231,9 +231,9 @@ _ARGS = (
     min_blocks=resident_blocks,
     shared=shared_bytes,
     arch="sm_90a",
-    variants={f"d{dim}_r16_held": (dim, 1, HELD) for dim in HELD_DIMS},
+    variants={f"d{dim}_r16_held": (dim, 1, True) for dim in HELD_DIMS},
 )
-def make_attention_step(dim: int, tiles: int, held: int = 0) -> Any:
+def make_attention_step(dim: int, tiles: int, holds: bool = False) -> Any:
     """q, out [T, H, K], k and v [T, HK, K] and the pools [B, HK, 16, K], all bf16.
 
     Grid and arguments as in ``attention_decode``, and
@@ -248,9 +248,9 @@ def make_attention_step(dim: int, tiles: int, held: int = 0) -> Any:
     - ``max_rows``: at most ``fresh_rows`` of the variant. q, k and v are left as they were.
 
     ``_held`` is for few thread blocks, of which an SM holds two: at the start of a split a warp
-    asks for ``HELD`` blocks of keys and values more, into registers. Same bits.
+    asks for one more block of keys and values, into registers. Same bits.
     """
-    attend = attention_body(dim, tiles, _fresh(dim, tiles), held=held)
+    attend = attention_body(dim, tiles, _fresh(dim, tiles), holds=holds)
 
     def attention_step(
         q, k, v, gate, q_weight, k_weight, table, slots, k_pool, v_pool, out, tables, cu_rows,

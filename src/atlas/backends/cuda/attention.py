@@ -194,7 +194,8 @@ def attention_step_gated(
         pools: Args = (k_pool, v_pool, out, tables, own_rows, positions, *sweep.scratch)
         if is_fused:
             args: Args = (q, k, v, gates[0], *norms, rope_table, slots, *pools, *heads, half)
-            args += (*sweep.numbers, rehearsal(queue.reading))
+            few = is_few(sweep.grid[0], queue.device.num_sms)
+            args += (*sweep.numbers, rehearsal(queue.reading, few=few))
             args += (q.strides[0], k.strides[0], v.strides[0], gates[1])
             args += (out.strides[0], scale, softcap or 0.0, norm_eps)
             device = queue.device
