@@ -24,8 +24,8 @@ before it in the same list or graph, not just with the last one; but a list begi
 and graphs before it on the stream have ended, and a graph after everything. So before the wait
 
 - constants (weights, tables) may be read, what the host copied for the step (positions, slots,
-  block tables, ranges of rows; a kernel may bring them to a graph alone), and keys and values that
-  earlier steps stored;
+  block tables, ranges of rows; a kernel may bring them to a graph alone), and keys, values and
+  recurrent states that earlier steps stored;
 - nothing that a kernel of the same step writes may be read, and nothing written.
 
 A thread block that has nothing to do may leave without waiting, as long as one of its grid waits:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from atlas_kernels.attention_plan import DOWN_TO_OUTPUT, HELD_DIMS, LOOP, step_variant
+from atlas_kernels.attention_plan import DOWN_TO_OUTPUT, HELD_DIMS, LOOP, rehearsal, step_variant
 from atlas_kernels.gemm_step_plan import BESIDE_ATTENTION
 from atlas_kernels.registry import load_table
 
@@ -156,7 +156,7 @@ class Given:
         return bench.get(out), self.gated(out), [bench.get(pool) for pool in pools]
 
     def fused(
-        self, tile: int, workers: int, form: str, *, is_gated: bool, rehearsal: int = DOWN_TO_OUTPUT
+        self, tile: int, workers: int, form: str, *, is_gated: bool, far: int = DOWN_TO_OUTPUT
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """One kernel: out, pools; q, k and v must stay as they are."""
         layer, bench, pools = self.layer, self.bench, self.pools()
@@ -171,7 +171,7 @@ class Given:
         args = [*self.columns(qkv), gate, *self.norms, self.angles.address, self.slots]
         args += [*(pool.address for pool in pools), out.address, self.block_tables, self.cu_rows]
         args += [self.positions, *self.scratch(groups), layer.heads, layer.kv_heads, layer.half]
-        args += [layer.most, self.room, layer.window, self.tables.shape[1], rehearsal]
+        args += [layer.most, self.room, layer.window, self.tables.shape[1], far]
         args += [qkv.stride] * 3 + [gate_stride, out.stride]
         args += [np.float32(layer.dim**-0.5), np.float32(layer.softcap), EPS]
         bench.run(f"attention_step_d{layer.dim}_r{tile}{form}", (groups, workers), args)
@@ -195,7 +195,7 @@ def test_one_kernel_has_the_bits_of_two(bench: Bench, layer: Layer, workers: int
     for form in forms:
         for is_gated in (False, True):
             far = DOWN_TO_OUTPUT if is_gated == (form == "") else LOOP
-            got, got_pools = given.fused(tile, workers, form, is_gated=is_gated, rehearsal=far)
+            got, got_pools = given.fused(tile, workers, form, is_gated=is_gated, far=far)
             assert np.isfinite(got).all()
             np.testing.assert_array_equal(got, gated if is_gated else out)
             for pool, want in zip(got_pools, pools, strict=True):
@@ -210,7 +210,7 @@ def test_no_warp_needs_to_be_first(ptx_of: Callable[[str], str], workers: int) -
     for far in (DOWN_TO_OUTPUT, LOOP, 0):
         for order in (0, 1, -1):
             given = Given(machine_bench(ptx_of, order), Layer(((511, 2),), 2, 1, 64, 32))
-            results.append(given.fused(16, workers, "", is_gated=True, rehearsal=far)[0])
+            results.append(given.fused(16, workers, "", is_gated=True, far=far)[0])
     for result in results:
         np.testing.assert_array_equal(result, results[0])
 
@@ -254,6 +254,14 @@ def test_a_products_thread_block_has_room_beside_it() -> None:
     assert len(steps) > 8
     for info in steps:
         assert info.shared_bytes + BESIDE_ATTENTION + 2 * for_system <= of_sm, info.name
+
+
+def test_how_far_a_thread_block_rehearses() -> None:
+    megabyte = 1 << 20
+    assert rehearsal(12 * megabyte, few=True) == LOOP, "it would be late"
+    assert rehearsal(50 * megabyte, few=True) == DOWN_TO_OUTPUT
+    assert rehearsal(0, few=True) == DOWN_TO_OUTPUT, "behind another kernel"
+    assert rehearsal(50 * megabyte, few=False) == LOOP, "several on an SM"
 
 
 def test_few_thread_blocks_hold_keys_in_registers() -> None:

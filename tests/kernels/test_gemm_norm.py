@@ -14,6 +14,7 @@ from atlas_kernels.gemm_norm_plan import (
     ROLE_WARPS,
     ROW_BYTES,
     norm_variant,
+    pace,
 )
 from atlas_kernels.gemm_step_plan import BESIDE_ATTENTION, NUM_SMS, TILES, TensorView, variant
 from hypothesis import given
@@ -44,6 +45,14 @@ def test_every_tile_fits_an_sm() -> None:
         assert tile.stages >= 5
         assert 2 * tile.stages <= tile.threads, "a thread makes one barrier"
         assert tile.asker >= 32 * NORM_WARPS
+
+
+def test_short_products_pace_their_requests() -> None:
+    for name, tile in NORM_TILES.items():
+        stages = pace(tile, 20 << 20)
+        assert 1 <= stages <= tile.stages, name
+        assert stages == 1 or stages * tile.stage_bytes <= 48 << 10, name
+        assert pace(tile, 50 << 20) == 0, name
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -107,13 +116,13 @@ class Layer:
         self.bench.run(f"gemm_step_bf16_{name}", (tile.grid(self.n), 1), args)
         return self._got(out)
 
-    def fused(self, name: str, x: Buffer, type: str, option: int, pace: int = 0) -> Array:
+    def fused(self, name: str, x: Buffer, type: str, option: int, stages: int = 0) -> Array:
         """``gemm_step_norm``."""
         tile = NORM_TILES[name]
         out, bias = self._out(type, gated=tile.gated), self.bias.address if self.bias else 0
         weights = self._map(self.weight, tile.weight_view(self.n, self.k))
         args = [weights, x.address, self.norm.address, bias]
-        args += [out.address, self.n, self.k, option, pace, EPS]
+        args += [out.address, self.n, self.k, option, stages, EPS]
         self.bench.run(f"gemm_step_norm_bf16_{name}", (tile.grid(self.n), 1), args)
         return self._got(out)
 

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from atlas_kernels import attention_plan, gemm_norm_plan
+from atlas_kernels.attention_plan import DOWN_TO_OUTPUT, LOOP
+from atlas_kernels.registry import argument_names, load_table
 
 from atlas.backends.cuda.device import TensorMaps
 from atlas.layers.step import StepShape
@@ -15,6 +18,7 @@ from atlas.ops.select import implementations
 from tests.backends.cuda.folders import write_cuda_hybrid
 from tests.backends.cuda.host_gpu import HostGpu
 from tests.backends.cuda.test_engine import open_engine
+from tests.kernels.conftest import NO_COMPILER
 
 
 @pytest.mark.parametrize(
@@ -67,8 +71,39 @@ def test_step_rows_have_their_output_gate_in_attention(
         assert [end - begin for begin, end in pairwise(ends)] == [a_layer, a_layer]
 
 
+@pytest.mark.parametrize(
+    ("long_product", "pace", "far"), [(1 << 60, "few", LOOP), (0, "all", DOWN_TO_OUTPUT)]
+)
+def test_a_product_leaves_attention_time(
+    gpu: HostGpu,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    long_product: int,
+    pace: str,
+    far: int,
+) -> None:
+    """A short one paces its requests, and attention behind it does not rehearse to the end."""
+    pytest.importorskip("numba_cuda", reason=NO_COMPILER)  # declarations name the arguments
+    monkeypatch.setattr(attention_plan, "_LONG_PRODUCT", long_product)
+    monkeypatch.setattr(gemm_norm_plan, "_SHORT_PRODUCT", long_product)
+    launches = recorded(folder, monkeypatch, StepShape.decode(1))
+    table, found = load_table(), []
+    for before, launch in pairwise(launches):
+        if launch.kernel.startswith("attention_step"):
+            names = [argument_names(table[at.kernel].make(), table[at.kernel])
+                     for at in (before, launch)]  # fmt: skip
+            stages = before.args[names[0].index("pace")]
+            found.append(("few" if stages else "all", launch.args[names[1].index("rehearsal")]))
+    assert found == [(pace, far)] * 2
+
+
 def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, shape: StepShape) -> list[str]:
     """The kernels of a step of this shape, in order."""
+    return [launch.kernel for launch in recorded(folder, monkeypatch, shape)]
+
+
+def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch, shape: StepShape) -> list[Any]:
+    """The launches of a step of this shape, in order."""
     monkeypatch.setattr(TensorMaps, "address", lambda *ignored: 0)
     with open_engine(folder) as engine:
         core: Any = engine._loaded.core
@@ -76,4 +111,4 @@ def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, shape: StepShape) ->
         runtime.functions.clear()
         runtime.functions |= implementations("cuda")
         recording = runtime._record(core.network, core.buffers, runtime.padded(shape))
-        return [launch.kernel for launch in recording.launches]
+        return list(recording.launches)
