@@ -28,6 +28,7 @@ from atlas_kernels.registry import KERNELS, load_table, register
 TYPES = ("bf16", "f32")
 _OLD = "the assembler for sm_80 takes far more registers than for sm_90; cause not found"
 _FULL = "72 bytes, beside 192 accumulators in 255 registers"
+_FEW = "up to 56 bytes, none on sm_90a; other forms of the code moved them elsewhere"
 SPILLS: dict[str, dict[str, str]] = {
     "sm_80": {
         **{f"attention_decode_d{dim}_r32": _OLD for dim in (64, 80, 96, 128)},
@@ -41,7 +42,10 @@ SPILLS: dict[str, dict[str, str]] = {
         **{f"gated_delta_chunk_d128_{type}": _OLD for type in TYPES},
         **{f"mamba2_step_n{size}_{type}": _OLD for size in (64, 128, 256) for type in TYPES},
     },
-    "sm_120": {"attention_prefill_d128_k32": _FULL},
+    "sm_120": {
+        "attention_prefill_d128_k32": _FULL,
+        **{f"attention_step_{variant}": _FEW for variant in ("d64_r32", "d128_r16", "d128_r32")},
+    },
 }
 """Kernels that may spill on an architecture, each with the reason."""
 
