@@ -207,7 +207,9 @@ class Sweep:
 
         def chain() -> None:
             for weight in chosen:
-                self.step(weight, m, name, gated=name.startswith("gated") if name else None)
+                self.step(
+                    weight, m, name, gated=name.startswith(("gated", "pair")) if name else None
+                )
 
         return self.gpu.microseconds(chain, 1, 7) / len(chosen)
 
