@@ -31,7 +31,6 @@ _NOTHING_TO_DO = (
     "bar.warp.sync",
     "fence.acq_rel.gpu",
     "fence.mbarrier_init.release.cluster",
-    "prefetch.global.L2",
     "wgmma.fence.sync.aligned",
     "fence.proxy.async.shared::cta",
     "fence.proxy.tensormap::generic.acquire.gpu",
@@ -252,6 +251,8 @@ class _Block:
             self._barrier(parts[1], operands, active)
         elif name == "cp":
             self._copy(opcode, operands, active)
+        elif name == "prefetch":  # moves nothing here, but must not ask for what is nowhere
+            self.memory.indices(self._address(operands[0])[active], 1)
         elif name == "atom":
             self._atomic_add(parts[1], operands, active)
         elif name == "shfl":
