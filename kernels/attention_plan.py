@@ -27,12 +27,15 @@ LOOP, DOWN_TO_OUTPUT = 1, 2
 _LONG_PRODUCT = 32 << 20
 
 
-def rehearsal(weight_bytes: int, *, few: bool) -> int:
+def rehearsal(weight_bytes: int, *, few: bool, is_early: bool) -> int:
     """How far, behind a product that reads so many bytes; 0 stands for another kernel.
 
     The whole way takes a thread block some 8 µs, as 32 MB of weights do: behind fewer it would be
-    late, and so it is where thread blocks share an SM (not ``few``).
+    late, and so it is where thread blocks share an SM (not ``few``). Where kernels do not start
+    before the one in front has ended (not ``is_early``), all of it would be late: 0, not at all.
     """
+    if not is_early:
+        return 0
     is_late = 0 < weight_bytes < _LONG_PRODUCT or not few
     return LOOP if is_late else DOWN_TO_OUTPUT
 

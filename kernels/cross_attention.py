@@ -17,7 +17,6 @@ from atlas_kernels.attention_decode import VARIANTS
 from atlas_kernels.attention_decode_body import attention_body
 from atlas_kernels.attention_decode_layout import THREADS, resident_blocks, shared_bytes
 from atlas_kernels.attention_fresh import stored_rows
-from atlas_kernels.attention_plan import DOWN_TO_OUTPUT
 from atlas_kernels.ptx_async import launch_dependents
 from atlas_kernels.ptx_memory import load_b32
 from atlas_kernels.registry import kernel
@@ -30,7 +29,7 @@ def _source_end(lens, source, row):
 
 @kernel(
     "cross_attention",
-    args="ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64 i64 f32",
+    args="ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i32 i64 i64 f32",
     threads=THREADS,
     min_blocks=resident_blocks,
     shared=shared_bytes,
@@ -40,19 +39,21 @@ def make_cross_attention(dim: int, tiles: int) -> Any:
     """q, out [T, H, K] over the pools [B, HK, 16, K], all bf16; any number of rows a source.
 
     Grid and arguments as in ``attention_decode``, with ``lens`` int32 [G], keys of each source and
-    at least 1, in place of positions; a source may have no rows.
+    at least 1, in place of positions; a source may have no rows. ``rehearsal`` as in
+    ``attention_step``.
     """
     attend = attention_body(dim, tiles, stored_rows(dim, are_old=True), _source_end)
 
     def cross_attention(
         q, k_pool, v_pool, out, tables, cu_rows, lens, partials, sums, counters,
-        heads, kv_heads, max_rows, room, table_stride, q_stride, out_stride, scale,
+        heads, kv_heads, max_rows, room, table_stride, rehearsal, q_stride, out_stride,
+        scale,
     ):  # fmt: skip
         launch_dependents()
         attend(
             q, k_pool, v_pool, out, tables, cu_rows, lens, partials, sums, counters,
             heads, kv_heads, max_rows, room, i32(0), table_stride, q_stride, out_stride, scale,
-            f32(0), i64(0), i64(0), DOWN_TO_OUTPUT, (),
+            f32(0), i64(0), i64(0), rehearsal, (),
         )  # fmt: skip
 
     return cross_attention

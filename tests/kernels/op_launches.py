@@ -74,7 +74,11 @@ class BenchQueue:
     def __init__(self, bench: Bench, arch: str, tensor_map: Any = None) -> None:
         self.bench, self.launched, self.reading = bench, [], 0
         self.device = SimpleNamespace(
-            arch=arch, capability=(8, 0) if arch == "sm_80" else (9, 0), num_sms=4, products=None
+            arch=arch,
+            capability=(8, 0) if arch == "sm_80" else (9, 0),
+            has_dependent_launch=arch != "sm_80",
+            num_sms=4,
+            products=None,
         )
         self._tensor_map = tensor_map
 

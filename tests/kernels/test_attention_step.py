@@ -257,11 +257,14 @@ def test_a_products_thread_block_has_room_beside_it() -> None:
 
 
 def test_how_far_a_thread_block_rehearses() -> None:
-    megabyte = 1 << 20
-    assert rehearsal(12 * megabyte, few=True) == LOOP, "it would be late"
-    assert rehearsal(50 * megabyte, few=True) == DOWN_TO_OUTPUT
-    assert rehearsal(0, few=True) == DOWN_TO_OUTPUT, "behind another kernel"
-    assert rehearsal(50 * megabyte, few=False) == LOOP, "several on an SM"
+    def far(megabytes: int, *, few: bool = True, is_early: bool = True) -> int:
+        return rehearsal(megabytes << 20, few=few, is_early=is_early)
+
+    assert far(12) == LOOP, "it would be late"
+    assert far(50) == DOWN_TO_OUTPUT
+    assert far(0) == DOWN_TO_OUTPUT, "behind another kernel"
+    assert far(50, few=False) == LOOP, "several on an SM"
+    assert far(50, is_early=False) == far(12, few=False, is_early=False) == 0, "nothing to wait for"
 
 
 def test_few_thread_blocks_hold_keys_in_registers() -> None:

@@ -36,7 +36,7 @@ SPILLS: dict[str, dict[str, str]] = {
         **{f"attention_step_d{dim}_r32": _OLD for dim in (64, 80, 96, 128)},
         **{f"attention_step_d{dim}_r16": _OLD for dim in (64, 80, 96, 128, 256)},
         **{f"cross_attention_d{dim}_r32": _OLD for dim in (64, 80, 96, 128)},
-        **{f"cross_attention_d{dim}_r16": _OLD for dim in (80, 96, 128, 256)},
+        **{f"cross_attention_d{dim}_r16": _OLD for dim in (64, 80, 96, 128, 256)},
         "attention_prefill_d128_k32": _FULL,
         **{f"gated_delta_{op}step_d128_{type}": _OLD for op in ("", "mixer_") for type in TYPES},
         **{f"gated_delta_chunk_d128_{type}": _OLD for type in TYPES},

@@ -13,6 +13,7 @@ from atlas_kernels.attention_plan import DOWN_TO_OUTPUT, LOOP
 from atlas_kernels.registry import argument_names, load_table
 
 from atlas.backends.cuda.device import TensorMaps
+from atlas.backends.cuda.launch import Queue, Recording
 from atlas.layers.step import StepShape
 from atlas.ops.select import implementations
 from tests.backends.cuda.folders import write_cuda_hybrid
@@ -95,6 +96,19 @@ def test_a_product_leaves_attention_time(
             stages = before.args[names[0].index("pace")]
             found.append(("few" if stages else "all", launch.args[names[1].index("rehearsal")]))
     assert found == [(pace, far)] * 2
+
+
+def test_a_queue_forgets_a_product_behind_another_launch() -> None:
+    device: Any = None
+    queue = Queue(device, device, Recording())
+    for launch in (
+        lambda: queue.launch("rmsnorm_bf16", (1, 1), ()),
+        lambda: queue.matmul(1, ()),
+        lambda: queue.call(lambda stream: None),
+    ):
+        queue.reading = 1 << 20
+        launch()
+        assert queue.reading == 0
 
 
 def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, shape: StepShape) -> list[str]:

@@ -194,8 +194,7 @@ def attention_step_gated(
         pools: Args = (k_pool, v_pool, out, tables, own_rows, positions, *sweep.scratch)
         if is_fused:
             args: Args = (q, k, v, gates[0], *norms, rope_table, slots, *pools, *heads, half)
-            few = is_few(sweep.grid[0], queue.device.num_sms)
-            args += (*sweep.numbers, rehearsal(queue.reading, few=few))
+            args += (*sweep.numbers, sweep.rehearsal)
             args += (q.strides[0], k.strides[0], v.strides[0], gates[1])
             args += (out.strides[0], scale, softcap or 0.0, norm_eps)
             device = queue.device
@@ -214,11 +213,13 @@ def attention_step_gated(
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """How a sweep over keys is shared out: grid, scratch, and the numbers that tell of them."""
+    """How a sweep over keys is shared out: grid, scratch, the numbers that tell of them; and how
+    far a thread block goes through its code while it waits."""
 
     grid: tuple[int, int]
     scratch: tuple[int, int, int]
     numbers: tuple[int, int, int, int]
+    rehearsal: int
 
 
 def _step_tile(sizes: Heads, max_rows: int) -> int:
@@ -240,15 +241,16 @@ def sequences_at_once(sizes: Heads, max_rows: int) -> int:
 def share_sweep(
     queue: Queue, sizes: Heads, max_rows: int, tile: int, tables: DeviceArray, window: int | None
 ) -> Sweep:
-    """Workers beyond the splits of a sequence end at once; one that has all of them keeps a running
-    result, for which two places are enough."""
+    """Of the queue's next launch. Workers beyond the splits of a sequence end at once; one that has
+    all of them keeps a running result, for which two places are enough."""
     (seqs, blocks), rows = tables.shape, max_rows * sizes.group
     columns = seqs * sizes.kv_heads * -(-rows // tile)
     splits = -(-blocks * BLOCK_LEN // SPLIT)
     if window is not None:
         splits = min(splits, -(-(window + max_rows) // SPLIT) + 1)
     at_once = WORKERS_PER_SM * queue.device.num_sms
-    if is_few(columns, queue.device.num_sms):
+    few = is_few(columns, queue.device.num_sms)
+    if few:
         at_once -= at_once % columns  # all of them, so that none waits for another's place
     workers = min(splits, -(-at_once // columns))
     if seqs * splits * _result_bytes(sizes, max_rows) > _PARTIAL_BYTES:
@@ -259,7 +261,8 @@ def share_sweep(
     counters = queue.scratch(columns * 4, zeroed=True)
     sums = partials + results * sizes.dim * 4
     numbers = (max_rows, room, window or 0, blocks)
-    return Sweep((columns, workers), (partials, sums, counters), numbers)
+    far = rehearsal(queue.reading, few=few, is_early=queue.device.has_dependent_launch)
+    return Sweep((columns, workers), (partials, sums, counters), numbers, far)
 
 
 def attention_prefill(

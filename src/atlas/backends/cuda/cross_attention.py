@@ -42,6 +42,6 @@ def cross_attention(
         sweep = share_sweep(queue, sizes, max_rows, tile, tables, None)
         _, room, _, blocks = sweep.numbers
         args: Args = (q, k_pool, v_pool, out, tables, own_rows, source_lens[part], *sweep.scratch)
-        args += (sizes.heads, sizes.kv_heads, max_rows, room, blocks)
+        args += (sizes.heads, sizes.kv_heads, max_rows, room, blocks, sweep.rehearsal)
         args += (q.strides[0], out.strides[0], scale)
         queue.launch(f"cross_attention_d{sizes.dim}_r{tile}", sweep.grid, args)
