@@ -21,6 +21,7 @@ from atlas.backends.cuda.activation import sigmoid_gate
 from atlas.backends.cuda.attention import attention_step, attention_step_gated
 from atlas.ops import OPS
 from atlas.ops.attention import step_then_gate
+from tests.kernels.conftest import NO_COMPILER
 from tests.kernels.launches import Bench, Buffer, machine_bench, rounded
 from tests.kernels.op_launches import BenchQueue, run_op
 from tests.ops import cases
@@ -249,6 +250,7 @@ def _with_shifted_gates(
 
 
 def test_a_products_thread_block_has_room_beside_it() -> None:
+    pytest.importorskip("numba_cuda", reason=NO_COMPILER)
     of_sm, for_system = 228 << 10, 1 << 10
     steps = [info for name, info in load_table().items() if name.startswith("attention_step_")]
     assert len(steps) > 8
