@@ -2,9 +2,11 @@
 
 A matrix has one order of summation, that of the step GEMM. cuBLASLt promises none, so before an
 algorithm serves a kind of product it must give the step GEMM's bits on random rows of the matrix
-itself, at several numbers of rows (``Trial``). Then it stays. A kernel of ours adds a bias to
-float32 sums, or a product that was stored to the residual stream. Kinds that no algorithm passes
-for go through the step GEMM, 128 rows at a time; ``disclosed`` says which.
+itself, at several numbers of rows (``Trial``). Those that do are timed on the first product of
+about as many rows (``Launches``), and the fastest stays: the bits are the same whichever that is. A
+kernel of ours adds a bias to float32 sums, or a product that was stored to the residual stream.
+Kinds that no algorithm passes for go through the step GEMM, 128 rows at a time; ``disclosed`` says
+which.
 
 A quantised matrix is first turned into bf16, which is what the step GEMM does with its weights.
 """
@@ -12,8 +14,9 @@ A quantised matrix is first turned into bf16, which is what the step GEMM does w
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from atlas_kernels.gemm_step_plan import RUNGS
@@ -35,6 +38,7 @@ _SIZES = (192, 512, 1024, 2048, 4096, 8192)
 _FEW, _MANY, _WIDE = 192, 1088, 576
 """Rows of a trial: few, and several tiles; fewer of a matrix of more than ``_NARROW`` rows."""
 _NARROW, _WIDEST = 8192, _SUMS_BYTES // (4 * 128)
+_TIMES, _CALLS = 2, 3  # of an algorithm that is timed
 _STEP_ROWS = RUNGS[-1]
 _WORDS, _DEQUANTIZED = 1024, 2048  # columns, or words, of a thread block
 _log = logging.getLogger("atlas")
@@ -61,16 +65,16 @@ class Kind:
 class Plan:
     """How a kind is computed: at once, or (``is_finished``) as float32 sums that we finish.
 
-    ``algorithms`` by numbers of rows, ascending.
+    ``algorithms`` of equal bits by numbers of rows, ascending; ``fastest`` those that were timed.
     """
 
     is_finished: bool
-    algorithms: tuple[tuple[int, Algorithm], ...]
+    algorithms: dict[int, tuple[Algorithm, ...]]
+    fastest: dict[int, Algorithm] = field(default_factory=dict)
 
-    def algorithm(self, rows: int) -> Algorithm:
-        """The one for a number of rows."""
-        smallest = self.algorithms[0][0]
-        return [found for size, found in self.algorithms if size <= max(rows, smallest)][-1]
+    def size(self, rows: int) -> int:
+        """The number of rows whose algorithms serve this one."""
+        return max((size for size in self.algorithms if size <= rows), default=min(self.algorithms))
 
 
 class Products:
@@ -138,6 +142,7 @@ class Launches:
     ) -> None:
         """``adds``: to what ``out`` holds."""
         self._library, self._queue, self._plan, self._adds = products.library, queue, plan, adds
+        self._eager = Queue(queue.device, queue.workspace)
         is_converted, self._passes_by = kind.format != "bf16", plan.is_finished or adds
         self._workspace = queue.scratch(
             WORKSPACE_BYTES + _SUMS_BYTES * self._passes_by + _WEIGHTS_BYTES * is_converted
@@ -186,17 +191,16 @@ class Launches:
         self, x: DeviceArray, part: DeviceArray, bias: DeviceArray | None, out: DeviceArray
     ) -> None:
         (m, k), n = x.shape, part.shape[0]
-        algorithm = self._plan.algorithm(m)
         strides = (part.strides[0] // 2, x.strides[0] // 2)
-        keep = (x, part, bias, out, algorithm, self._library)
+        keep = (x, part, bias, out, self._library)
         if not self._passes_by:
             product = Product(m, n, k, *strides, out.strides[0] // out.itemsize, out.dtype)
-            self._call(product, algorithm, part.address, x.address, out.address, keep)
+            self._call(product, part.address, x.address, out.address, keep)
             return
         type = "float32" if self._plan.is_finished else "bfloat16"
         sums = DeviceArray(self._sums, (m, n), type)
         product = Product(m, n, k, *strides, n, type)
-        self._call(product, algorithm, part.address, x.address, self._sums, keep)
+        self._call(product, part.address, x.address, self._sums, keep)
         if not self._plan.is_finished:
             add(self._queue, sums, out, out=out)
             return
@@ -205,12 +209,31 @@ class Launches:
         numbers += (out.strides[0], out.strides[0], int(out.dtype == "float32"))
         self._queue.launch("gemm_finish", (m, -(-n // _WORDS)), numbers, keep)
 
-    def _call(
-        self, product: Product, algorithm: Algorithm, w: int, x: int, out: int, keep: object
-    ) -> None:
-        library = self._library
-        args = library.arguments(product, algorithm, w, x, out, self._workspace)
-        self._queue.matmul(library.function, args, keep)
+    def _call(self, product: Product, w: int, x: int, out: int, keep: object) -> None:
+        """By the fastest algorithm. They are timed here, where all of them write what follows."""
+        size, library = self._plan.size(product.m), self._library
+
+        def call(queue: Queue, algorithm: Algorithm) -> None:
+            args = library.arguments(product, algorithm, w, x, out, self._workspace)
+            queue.matmul(library.function, args, (keep, algorithm))
+
+        if size not in self._plan.fastest:
+            algorithms = self._plan.algorithms[size]
+            seconds = [self._seconds(call, algorithm) for algorithm in algorithms]
+            self._plan.fastest[size] = algorithms[seconds.index(min(seconds))]
+        call(self._queue, self._plan.fastest[size])
+
+    def _seconds(self, call: Callable[[Queue, Algorithm], None], algorithm: Algorithm) -> float:
+        """What some calls take, the best of several times."""
+        times, device = [], self._queue.device
+        for _ in range(_TIMES + 1):  # the first is not counted
+            device.synchronize()
+            start = time.perf_counter()
+            for _ in range(_CALLS):
+                call(self._eager, algorithm)
+            device.synchronize()
+            times.append(time.perf_counter() - start)
+        return min(times[1:])
 
 
 class Trial:
@@ -271,16 +294,17 @@ class Trial:
             rows = slice(first, first + _STEP_ROWS)
             self._step(self._queue, x[rows], self._want[rows])
         for is_finished in forms:
-            if found := tuple(self._algorithms(x, is_finished=is_finished)):
+            if found := self._algorithms(x, is_finished=is_finished):
                 return Plan(is_finished, found)
         return None
 
-    def _algorithms(self, x: DeviceArray, *, is_finished: bool) -> Iterator[tuple[int, Algorithm]]:
-        """The first equal algorithm for each of ``_SIZES``; those without take a neighbour's."""
+    def _algorithms(self, x: DeviceArray, *, is_finished: bool) -> dict[int, tuple[Algorithm, ...]]:
+        """The equal algorithms for each of ``_SIZES``; those without take a neighbour's."""
         kind, library = self._kind, self._products.library
         type = "float32" if is_finished else kind.out_type
         sizes = (kind.rows, kind.cols, kind.cols, kind.cols, kind.rows)
         known: dict[bytes, bool] = {}
+        found: dict[int, tuple[Algorithm, ...]] = {}
         for m in _SIZES:
             product = Product(m, *sizes, type)
             for algorithm in library.algorithms(product):
@@ -293,11 +317,11 @@ class Trial:
                     equal = known[content]
                     _log.debug("%s at %d rows, finished %s: equal %s", kind, m, is_finished, equal)
                 if known[content]:
-                    yield m, algorithm
-                    break
+                    found[m] = (*found.get(m, ()), algorithm)
+        return found
 
     def _is_equal(self, x: DeviceArray, algorithm: Algorithm, *, is_finished: bool) -> bool:
-        plan = Plan(is_finished, ((_SIZES[0], algorithm),))
+        plan = Plan(is_finished, {0: (algorithm,)}, {0: algorithm})
         for rows in self._tried:
             part = slice(0, rows)
             launches = Launches(self._products, self._queue, self._kind, plan)
