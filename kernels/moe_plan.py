@@ -17,11 +17,16 @@ MAX_SLOTS = 32
 """Choices of a row, the shared expert included."""
 UNIT = 16
 """Rows of weights that a warp of a decode kernel takes at a time."""
+NO_UNIT = 1 << 24
+"""The first unit of a warp that only helps to list experts."""
 # Shared memory of a thread block, sm_90, so that an SM holds one.
 _FULL = 227 * 1024
 
 ROUTE_VARIANTS = {"e128": 4, "e256": 8, "e512": 16, "e1024": 32}
 """``moe_route_<variant>``: experts that a lane has in registers."""
+
+ROUTED_VARIANTS = {name: ROUTE_VARIANTS[name] for name in ("e128", "e256", "e512")}
+"""Those for which decode kernels make the choice themselves."""
 
 
 def route_variant(experts: int) -> str | None:
@@ -112,14 +117,14 @@ GATE_UP_TILES: dict[str, DecodeTile] = {
     "r2": DecodeTile(2, 4, 128, 5, 2, 98 * 1024),
     "r8": DecodeTile(8, 8, 128, 5, 1, _FULL),
 }
-"""``moe_gate_up_bf16_<variant>``, fewest rows first."""
+"""``moe_gate_up_bf16_<variant>``, fewest rows first; ``…_<experts>`` makes the choice itself."""
 
 DOWN_TILES: dict[str, DecodeTile] = {
     "r1": DecodeTile(1, 9, 128, 3, 1, 131 * 1024),
     "r2": DecodeTile(2, 9, 128, 3, 1, 148 * 1024),
     "r8": DecodeTile(8, 8, 128, 3, 1, _FULL),
 }
-"""``moe_down_bf16_<variant>``."""
+"""``moe_down_bf16_<variant>``, and as above."""
 
 
 def decode_variant(rows: int, *, dim: int, inner: int, slots: int) -> str | None:
@@ -149,6 +154,12 @@ def fits(name: str, rows: int, *, dim: int, inner: int, slots: int) -> bool:
 def decode_kernels(name: str) -> tuple[str, str]:
     """The kernels of a decode variant."""
     return f"moe_gate_up_bf16_{name}", f"moe_down_bf16_{name}"
+
+
+def routed_kernels(name: str, experts: int) -> tuple[str, str] | None:
+    """Those that make the choice of a number of experts themselves, or None above 512."""
+    routed = route_variant(experts)
+    return decode_kernels(f"{name}_{routed}") if routed in ROUTED_VARIANTS else None
 
 
 @dataclass(frozen=True, slots=True)
