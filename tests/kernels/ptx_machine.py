@@ -57,6 +57,8 @@ class Memory:
         raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
         self.starts.append(start)
         self.ends.append(start + raw.size)
+        while self.ends[-1] > self.data.size:
+            self.data = np.concatenate([self.data, np.full_like(self.data, 0xFF)])
         self.data[start : start + raw.size] = raw
         return _BASE + start
 
