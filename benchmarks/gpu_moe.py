@@ -45,7 +45,7 @@ from atlas_kernels.moe_plan import (  # noqa: E402
     fits,
     grouped_variant,
     route_variant,
-    routed_kernels,
+    routed_kernel,
 )
 
 from benchmarks import gpu_router  # noqa: E402
@@ -157,21 +157,16 @@ class Runner:
         self, layer: Layer, rows: gpu_router.Rows, columns: int, out: Tensor, name: str
     ) -> None:
         """``decode`` that makes the choice, of the scores of ``rows``."""
-        shape, scores = self.shape, rows.scores.data_ptr()
-        kernels = routed_kernels(name, shape.experts)
-        assert kernels is not None
-        sizes = [len(out), shape.slots, shape.experts, shape.dim, shape.inner]
+        shape, kernel = self.shape, routed_kernel(name, self.shape.experts)
+        assert kernel is not None
         args: list[Any] = [layer.address("gate_up"), layer.address("shared_gate_up")]
-        args += [rows.normed.data_ptr(), scores, 0, rows.active.data_ptr(), rows.ids.data_ptr()]
-        args += [self.act.data_ptr(), *sizes, shape.top_k, 0, 2 * shape.dim, 4 * columns]
+        args += [rows.normed.data_ptr(), rows.scores.data_ptr(), 0, rows.active.data_ptr()]
+        args += [rows.ids.data_ptr(), rows.weights.data_ptr(), self.act.data_ptr(), len(out)]
+        args += [shape.slots, shape.experts, shape.dim, shape.inner, columns, shape.top_k, 0, 1]
+        args += [gpu_router.EPSILON, 1.0, 2 * shape.dim, 4 * columns]
         blocks = self._blocks(GATE_UP_TILES[name].blocks_per_sm)
-        self.gpu.run(kernels[0], (blocks, 1), args)
-        args = [layer.address("down"), layer.address("shared_down"), scores, 0]
-        args += [rows.active.data_ptr(), rows.weights.data_ptr(), self.act.data_ptr()]
-        args += [out.data_ptr(), out.data_ptr(), *sizes, columns, shape.top_k, 0, 1]
-        args += [gpu_router.EPSILON, 1.0, out.stride(0) * 2, out.stride(0) * 2, 4 * columns]
-        blocks = min(shape.dim // UNIT, self._blocks(DOWN_TILES[name].blocks_per_sm))
-        self.gpu.run(kernels[1], (blocks, 1), args)
+        self.gpu.run(kernel, (blocks, 1), args)
+        self.down(layer, rows.ids, rows.weights, out, out, name)
 
     def grouped(
         self, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor, out: Tensor,
@@ -482,7 +477,7 @@ def trials(shape: Shape, rows: int) -> list[str]:
 def load_kernels(gpu: Gpu) -> None:
     """The kernels used here onto the device, compiled if need be."""
     names = [kernel for name in GATE_UP_TILES for kernel in decode_kernels(name)]
-    names += [f"{kernel}_{experts}" for kernel in names for experts in ROUTED_VARIANTS]
+    names += [f"moe_gate_up_bf16_{n}_{count}" for n in GATE_UP_TILES for count in ROUTED_VARIANTS]
     names += [f"moe_grouped_{part}_bf16_{n}" for part in ("gate_up", "down") for n in GROUPED_TILES]
     if gpu.arch == "sm_90a":
         for part in ("gate_up", "down"):

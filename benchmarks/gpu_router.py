@@ -146,7 +146,8 @@ class Router:
         name = router_variant(len(rows.x), dim=dim, experts=0, shared_bytes=_ROOM)
         args: list[Any] = [rows.x.data_ptr(), self.norms[layer].data_ptr()]
         args += [self.weights[layer].data_ptr(), rows.normed.data_ptr(), rows.scores.data_ptr()]
-        args += [len(rows.x), dim, shape.columns, _EPS, 2 * dim, 2 * dim, 4 * shape.columns]
+        args += [rows.ids.data_ptr(), len(rows.x), rows.ids.numel(), dim, shape.columns, _EPS]
+        args += [2 * dim, 2 * dim, 4 * shape.columns]
         grid = (-(-shape.columns // ROUTER_COLUMNS), 1)
         self.gpu.run(f"{form.replace('router', 'scores')}_{name}", grid, args)
 

@@ -1,8 +1,8 @@
 """What follows ``moe_gate_up``: the experts' outputs and their weighted sum, for up to 8 rows.
 
 Streams, units and order are as there; all weights that fit are asked for while that kernel still
-runs, as it lets this one start only after its own wait: what a kernel before it wrote, ids and
-weights or scores, may be read before this one's wait.
+runs. It lets this one start only after its own wait, so ids may be read before this one's wait: a
+kernel before it wrote them, or left word that it writes them itself, with all else to do.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from atlas_kernels.moe_lists import (
     BARRIER_AT,
     IDS_AT,
     ask_rows,
+    awaited_choices,
     begin,
     entries_at,
-    given_choices,
     list_experts,
     pair_of,
-    row_number,
     weights_at,
 )
-from atlas_kernels.moe_plan import DOWN_TILES, NO_UNIT, ROUTED_VARIANTS, UNIT, DecodeTile
-from atlas_kernels.moe_route import row_choice, row_weight
+from atlas_kernels.moe_plan import DOWN_TILES, NO_UNIT, UNIT, DecodeTile
 from atlas_kernels.ptx_async import (
     barrier_wait,
     copy_commit,
@@ -37,11 +35,9 @@ from atlas_kernels.ptx_memory import (
     dynamic_shared,
     load_b32,
     load_f32,
-    load_l2_f32,
     load_shared_b32,
     load_shared_f32,
     store_b32,
-    store_f32,
     store_shared_b32,
     store_shared_f32,
 )
@@ -68,7 +64,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
     """What comes before the wait, once experts are listed, and what comes after.
 
     - ``start`` (base, entries of the list, …) → a cursor: weights of experts are asked for;
-    - ``finish`` (base, the same, cursor, …): everything else; weights lie at ``weights_at``.
+    - ``finish`` (base, the same, cursor, …): everything else.
     """
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
     pitch, multiply = tile.pitch, multiply_stage(tile)
@@ -175,7 +171,6 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
         base, count, cursor, w, w_shared, weights, act, residual, out, m, slots, experts, dim,
         inner, residual_stride, out_stride,
     ):  # fmt: skip
-        """The weights of the choices are stored at ``weights`` if that is not 0."""
         next_unit, source, next_k = cursor
         p, lane, one, pairs = thread_x(), lane_id(), i32(lanes() >> 5), i32(m * slots)
         y_at, act_at, ring = places_of(base, pairs, inner)
@@ -185,9 +180,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
         if warp == 0:
             ask_rows(base, act_at, act, i64(inner) * 2, pairs, i32(2 * inner))
         sync_threads()
-        if weights != 0 and block_x() == 0 and p < pairs:
-            weight = load_shared_f32(base + weights_offset + p * 4)
-            store_f32(weights + i64(p) * 4, weight)
+        weight = load_f32(weights + i64(min(p, i32(pairs - 1))) * 4)
         before = residual_word(residual, residual_stride, block_x(), m)
         own, row = i32(lane & 7), i32((lane & 3) * 2)
         line = i32((lane & 15) * pitch + (lane >> 4) * 16)
@@ -218,6 +211,8 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
                 store_outputs(y_at, shuffle_b32(pair, row), total[0], total[2])
                 store_outputs(y_at, shuffle_b32(pair, i32(row + 1)), total[1], total[3])
                 unit = i32(unit + warps)
+            if p < pairs:  # they have come by now
+                store_shared_f32(base + weights_offset + p * 4, weight)
             sync_threads()
             combine(base, y_at, before, out, columns, m, slots, out_stride)
             if group + 1 < groups:
@@ -240,83 +235,24 @@ def make_moe_down(tile: DecodeTile) -> Any:
 
     Arguments: the experts' [E, D, F] and the shared expert's [D, F] (or 0); ids int32 and weights
     float32 [m, slots]; act [m · slots, F]; residual (or 0) and out, bf16 [m, D], which may be the
-    same; m, slots, E, D, F; strides of residual and out in bytes. The ids and weights are read
-    before the wait. A thread block takes 16 columns at a time, a warp one expert of them.
+    same; m, slots, E, D, F; strides of residual and out in bytes. Ids are read
+    before the wait, again and again where they are ``NOT_YET``. A thread block takes 16 columns at
+    a time, a warp one expert of them.
     """
-    (start, finish), list_them, weights_offset = _parts(tile), list_experts(tile), weights_at(tile)
+    (start, finish), list_them = _parts(tile), list_experts(tile)
 
     def moe_down(
         w, w_shared, ids, weights, act, residual, out, m, slots, experts, dim, inner,
         residual_stride, out_stride,
     ):  # fmt: skip
         launch_dependents()
-        base, p = dynamic_shared(), thread_x()
+        base = dynamic_shared()
         begin(base)
-        expert = given_choices(base, ids, m, slots)
+        expert = awaited_choices(base, ids, m, slots)
         count = list_them(base, expert, m, slots, i32(experts if w_shared != 0 else -1))
         cursor = start(base, count, w, w_shared, m, slots, experts, dim, inner)
-        if p < m * slots:
-            weight = load_f32(weights + i64(p) * 4)
-            store_shared_f32(base + weights_offset + p * 4, weight)
         finish(
-            base, count, cursor, w, w_shared, i64(0), act, residual, out, m, slots, experts, dim,
-            inner, residual_stride, out_stride,
-        )  # fmt: skip
-
-    return moe_down
-
-
-@kernel(
-    "moe_down",
-    args=(
-        "ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i32 i32 i32 i32 f32 f32 i64 i64"
-        " i64"
-    ),
-    threads=lambda tile, _: tile.threads,
-    shared=lambda tile, _: tile.shared_bytes,
-    min_blocks=lambda tile, _: tile.places,
-    arch="sm_90",
-    variants={
-        f"bf16_{name}_{experts}": (tile, count)
-        for name, tile in DOWN_TILES.items()
-        for experts, count in ROUTED_VARIANTS.items()
-    },
-)
-def make_routed_down(tile: DecodeTile, count: int) -> Any:
-    """``moe_down`` that makes the choices of the rows' scores and writes weights.
-
-    ``scores`` [m, columns], their stride and what decides on choices and weights are those of
-    ``moe_router``. Scores, bias and ``active`` are read before the wait.
-    """
-    (start, finish), list_them, weights_offset = _parts(tile), list_experts(tile), weights_at(tile)
-    choose, weigh = row_choice(count, load_l2_f32), row_weight(load_l2_f32)
-
-    def moe_down(
-        w, w_shared, scores, bias, active, weights, act, residual, out, m, slots, experts, dim,
-        inner, columns, top_k, use_sigmoid, normalize, epsilon, scaling, residual_stride,
-        out_stride, scores_stride,
-    ):  # fmt: skip
-        launch_dependents()
-        base, lane, row = dynamic_shared(), lane_id(), i32(thread_x() >> 5)  # a warp's row
-        begin(base)
-        place, number = i32(base + IDS_AT + row * slots * 4), row_number(active, m)
-        own_scores, last = i64(scores + row * scores_stride), i64(0)
-        if columns > experts:
-            last = i64(own_scores + experts * 4)
-        chosen = choose(place, number, own_scores, last, bias, experts, top_k, slots, use_sigmoid)
-        if row < m and lane < slots:
-            store_shared_b32(i32(place + lane * 4), chosen[0])
-        shared_id = i32(experts if w_shared != 0 else -1)
-        listed = list_them(base, chosen[0], m, slots, shared_id)
-        cursor = start(base, listed, w, w_shared, m, slots, experts, dim, inner)
-        weight = weigh(
-            chosen, number, own_scores, last, bias, experts, top_k, slots, use_sigmoid, normalize,
-            epsilon, scaling,
-        )  # fmt: skip
-        if row < m and lane < slots:
-            store_shared_f32(base + weights_offset + (row * slots + lane) * 4, weight)
-        finish(
-            base, listed, cursor, w, w_shared, weights, act, residual, out, m, slots, experts, dim,
+            base, count, cursor, w, w_shared, weights, act, residual, out, m, slots, experts, dim,
             inner, residual_stride, out_stride,
         )  # fmt: skip
 

@@ -15,8 +15,8 @@ The choices are given, or each thread block makes them of the scores, a warp a r
 could make them for all, and hand them over. As nothing else can go on meanwhile, and an SM finds
 none of the code in its instruction cache, it is run once before the wait, on other numbers.
 
-The next kernel starts only after this one's own wait: it reads what a kernel before this one wrote,
-ids and weights or scores, before its wait.
+The next kernel starts only after this one's own wait: it reads ids before its wait, which a kernel
+before this one wrote, or sees there that this one is about to.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from atlas_kernels.moe_lists import (
     row_number,
 )
 from atlas_kernels.moe_plan import GATE_UP_TILES, NO_UNIT, ROUTED_VARIANTS, DecodeTile
-from atlas_kernels.moe_route import row_choice
+from atlas_kernels.moe_route import row_choice, row_weight
 from atlas_kernels.ptx_async import (
     barrier_wait,
     copy_commit,
@@ -53,6 +53,7 @@ from atlas_kernels.ptx_memory import (
     load_shared_b32,
     store_b16,
     store_b32,
+    store_f32,
     store_shared_b32,
 )
 from atlas_kernels.ptx_mma import mma_zero
@@ -68,11 +69,12 @@ from atlas_kernels.ptx_warp import (
 from atlas_kernels.registry import kernel
 
 
-def _parts(tile: DecodeTile) -> tuple[Any, Any]:
+def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
     """What comes before the choices are known, and what comes after.
 
     - ``start`` (base, …) → a cursor: weights of the shared expert are asked for;
-    - ``finish`` (base, cursor, entries of the list, …): everything else.
+    - ``go_on`` (base, cursor, entries of the list, …) → a cursor: so are others;
+    - ``finish`` (base, that cursor, …): everything else.
     """
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
     pitch, multiply = tile.pitch, multiply_stage(tile)
@@ -160,11 +162,9 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
         return asked, index, source, at_k
 
     @device
-    def finish(base, cursor, listed, w, w_shared, ids, act, m, slots, experts, dim, inner):
-        """The choices are stored at ``ids`` if that is not 0."""
+    def go_on(base, cursor, listed, w, w_shared, m, experts, dim, inner):
         asked, next_index, source, next_k = cursor
-        ring, one, lane = ring_of(base, m, dim), i32(lanes() >> 5), lane_id()
-        tiles, x_at = i32(inner >> 3), i32(base + x_offset)
+        ring, one, tiles = ring_of(base, m, dim), i32(lanes() >> 5), i32(inner >> 3)
         known = i32(tiles if w_shared != 0 else 0)
         far = known_of(known)
         count, first = deal(i32(listed * tiles), known, far)
@@ -176,11 +176,15 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
                 count, far, first, experts, dim, inner,
             )  # fmt: skip
             asked = i32(asked + one)
-        p = thread_x()
-        if ids != 0 and block_x() == 0 and p < m * slots:
-            store_b32(ids + i64(p) * 4, load_shared_b32(base + IDS_AT + p * 4))
+        return next_index, source, next_k, count, far, first
+
+    @device
+    def finish(base, cursor, w, w_shared, act, m, slots, experts, dim, inner):
+        next_index, source, next_k, count, far, first = cursor
+        ring, one, lane = ring_of(base, m, dim), i32(lanes() >> 5), lane_id()
+        warp, x_at = i32(thread_x() >> 5), i32(base + x_offset)
         barrier_wait(i32(base + BARRIER_AT), 0)
-        warp, own = i32(p >> 5), i32(lane & 7)
+        own = i32(lane & 7)
         index = i32(warp if warp < warps else NO_UNIT)
         rows = i32(x_at + min(own, i32(m - 1)) * (2 * dim + 16) + (lane >> 3) * 16)
         line = i32((lane & 15) * pitch + (lane >> 4) * 16)
@@ -209,7 +213,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
             store_one(act, lower, column, inner, total[1], total[3])
             index = i32(index + warps)
 
-    return start, finish
+    return start, go_on, finish
 
 
 @kernel(
@@ -228,7 +232,8 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
     [m, D]; ids int32 [m, slots]; act [m · slots, F]; m, slots, E, D, F; the stride of x in bytes.
     All bf16 and contiguous but x. A pair without a choice is not written.
     """
-    (start, finish), list_them, x_offset = _parts(tile), list_experts(tile), tile.list_bytes
+    (start, go_on, finish), list_them = _parts(tile), list_experts(tile)
+    x_offset = tile.list_bytes
 
     def moe_gate_up(w, w_shared, x, ids, act, m, slots, experts, dim, inner, x_stride):
         base = dynamic_shared()
@@ -240,14 +245,17 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
             ask_rows(base, i32(base + x_offset), x, x_stride, m, i32(2 * dim))
         expert = given_choices(base, ids, m, slots)
         listed = list_them(base, expert, m, slots, i32(experts if w_shared != 0 else -1))
-        finish(base, cursor, listed, w, w_shared, i64(0), act, m, slots, experts, dim, inner)
+        asked = go_on(base, cursor, listed, w, w_shared, m, experts, dim, inner)
+        finish(base, asked, w, w_shared, act, m, slots, experts, dim, inner)
 
     return moe_gate_up
 
 
 @kernel(
     "moe_gate_up",
-    args="ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i32 i32 i64 i64",
+    args=(
+        "ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i32 i32 i32 i32 f32 f32 i64 i64"
+    ),
     threads=lambda tile, _: tile.threads,
     shared=lambda tile, _: tile.shared_bytes,
     min_blocks=lambda tile, _: tile.places,
@@ -259,23 +267,26 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
     },
 )
 def make_routed_gate_up(tile: DecodeTile, count: int) -> Any:
-    """``moe_gate_up`` that makes the choices of the rows' scores and writes ids.
+    """``moe_gate_up`` that makes the choices of the rows' scores; the first block writes them.
 
-    ``scores``, their stride, ``bias``, ``active``, ``top_k`` and ``use_sigmoid`` are those of
-    ``moe_route``; bias and ``active`` are read before the wait.
+    ``scores`` [m, columns], their stride, and what decides on choices and weights are those of
+    ``moe_router``; bias and ``active`` are read before the wait.
     """
-    (start, finish), list_them, x_offset = _parts(tile), list_experts(tile), tile.list_bytes
-    choose, last_warp = row_choice(count, load_l2_f32), tile.threads // 32 - 1
+    (start, go_on, finish), list_them = _parts(tile), list_experts(tile)
+    x_offset = tile.list_bytes
+    choose, weigh = row_choice(count, load_l2_f32), row_weight(load_l2_f32)
+    last_warp = tile.threads // 32 - 1
 
     def moe_gate_up(
-        w, w_shared, x, scores, bias, active, ids, act, m, slots, experts, dim, inner, top_k,
-        use_sigmoid, x_stride, scores_stride,
+        w, w_shared, x, scores, bias, active, ids, weights, act, m, slots, experts, dim, inner,
+        columns, top_k, use_sigmoid, normalize, epsilon, scaling, x_stride, scores_stride,
     ):  # fmt: skip
         base, lane, row = dynamic_shared(), lane_id(), i32(thread_x() >> 5)  # a warp's row
         begin(base)
         cursor = start(base, w, w_shared, m, experts, dim, inner)
         number, place = row_number(active, m), i32(base + IDS_AT + row * slots * 4)
-        listed, turn = i32(0), opaque(i32(1))
+        listed, turn, last = i32(0), opaque(i32(1)), i64(0)
+        chosen = (i32(-1), i32(0), f32(0), f32(0), f32(0))
         while turn >= 0:  # first on weights, which are constants, and with a single choice
             own_scores, choices = i64(w), i32(1)
             if turn == 0:
@@ -284,14 +295,27 @@ def make_routed_gate_up(tile: DecodeTile, count: int) -> Any:
                 if row == last_warp:
                     ask_rows(base, i32(base + x_offset), x, x_stride, m, i32(2 * dim))
                 own_scores, choices = i64(scores + row * scores_stride), i32(top_k)
+                if columns > experts:
+                    last = i64(own_scores + experts * 4)
             chosen = choose(
-                place, number, own_scores, i64(0), bias, experts, choices, slots, use_sigmoid
+                place, number, own_scores, last, bias, experts, choices, slots, use_sigmoid
             )
             if row < m and lane < slots:
                 store_shared_b32(i32(place + lane * 4), chosen[0])
             shared_id = i32(experts if w_shared != 0 else -1)
             listed = list_them(base, chosen[0], m, slots, shared_id)
             turn = i32(turn - 1)
-        finish(base, cursor, listed, w, w_shared, ids, act, m, slots, experts, dim, inner)
+        asked = go_on(base, cursor, listed, w, w_shared, m, experts, dim, inner)
+        if block_x() == 0:
+            at, is_mine = i64(row * slots + lane) * 4, row < m and lane < slots
+            if is_mine:
+                store_b32(ids + at, chosen[0])
+            weight = weigh(
+                chosen, number, scores + row * scores_stride, last, bias, experts, top_k, slots,
+                use_sigmoid, normalize, epsilon, scaling,
+            )  # fmt: skip
+            if is_mine:
+                store_f32(weights + at, weight)
+        finish(base, asked, w, w_shared, act, m, slots, experts, dim, inner)
 
     return moe_gate_up

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, i32, i64
-from atlas_kernels.moe_plan import DecodeTile
+from atlas_kernels.moe_plan import NOT_YET, DecodeTile
 from atlas_kernels.ptx_async import (
     barrier_expect,
     barrier_init,
@@ -15,6 +15,7 @@ from atlas_kernels.ptx_async import (
 from atlas_kernels.ptx_math import popcount, quotient
 from atlas_kernels.ptx_memory import (
     load_b32,
+    load_device_b32,
     load_shared_b32,
     load_shared_b32x4,
     store_shared_b32,
@@ -115,6 +116,18 @@ def given_choices(base, ids, m, slots):
     p, expert = thread_x(), i32(-1)
     if p < m * slots:
         expert = load_b32(ids + i64(p) * 4)
+        store_shared_b32(base + IDS_AT + p * 4, expert)
+    return expert
+
+
+@device
+def awaited_choices(base, ids, m, slots):
+    """``given_choices`` that the kernel before this one may be about to write: ``NOT_YET``."""
+    p, expert = thread_x(), i32(-1)
+    if p < m * slots:
+        expert = i32(NOT_YET)
+        while expert == NOT_YET:
+            expert = load_device_b32(ids + i64(p) * 4)
         store_shared_b32(base + IDS_AT + p * 4, expert)
     return expert
 

@@ -9,7 +9,7 @@ A score is one chain of products of the tensor core, as long as a row: what the 
 least, and the less the sooner a product can follow the one before (``moe_router_wgmma``). The rest
 is kept short, in code as well: an SM finds none of it in its instruction cache. While the chain
 goes on, a warp runs through the code of the choice, which comes last. ``moe_scores`` leaves it to
-the experts' kernels, which make it sooner than it could be handed over.
+``moe_gate_up``, which makes it sooner than it could be handed over.
 
 Rows lie in shared memory as ``wgmma`` and TMA have them: 8 rows of 64 elements are 1,024 bytes, in
 which a row's 16-byte units are exchanged by its number.
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from atlas_kernels._cuda import device, f32, i32, i64
+from atlas_kernels.moe_plan import NOT_YET
 from atlas_kernels.moe_route import each, row_route
 from atlas_kernels.moe_router_plan import (
     ROUTER_COLUMNS,
@@ -279,7 +280,7 @@ def _no_fence():
     """``mma.sync`` reads shared memory as all threads do."""
 
 
-SCORES_ARGS = "ptr ptr ptr ptr ptr i32 i32 i32 f32 i64 i64 i64"
+SCORES_ARGS = "ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 f32 i64 i64 i64"
 ARGS = (
     "ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i32 i32 i32 f32 f32 f32 i64 i64"
     " i64"
@@ -336,7 +337,7 @@ def scores_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_
     row_scores = _row_scores(tile, multiply, warps, fence)
 
     def moe_scores(
-        x, norm, router, normed, scores, m, dim, columns, eps, x_stride, normed_stride,
+        x, norm, router, normed, scores, ids, m, pairs, dim, columns, eps, x_stride, normed_stride,
         scores_stride,
     ):  # fmt: skip
         launch_dependents()
@@ -344,6 +345,8 @@ def scores_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_
             dynamic_shared(), x, norm, router, normed, scores, m, dim, columns, eps, x_stride,
             normed_stride, scores_stride,
         )  # fmt: skip
+        if block_x() == 0 and thread_x() < pairs:
+            store_b32(ids + thread_x() * 4, NOT_YET)
 
     return moe_scores
 
@@ -436,5 +439,8 @@ def make_moe_router(tile: RouterTile) -> Any:
     variants={name: (tile,) for name, tile in SCORES_TILES.items()},
 )
 def make_moe_scores(tile: RouterTile) -> Any:
-    """``moe_router`` without the choice, which ``moe_gate_up`` and ``moe_down`` then make."""
+    """``moe_router`` without the choice, which ``moe_gate_up`` then makes.
+
+    Its ids, int32 [m, slots], ``pairs`` of them, are set to ``NOT_YET``.
+    """
     return scores_kernel(tile, _multiply(tile), 1)

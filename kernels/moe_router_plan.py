@@ -73,7 +73,7 @@ def router_variant(rows: int, *, dim: int, experts: int, shared_bytes: int) -> s
     dim : int
         Of a row; 128 elements are a step of its loop.
     experts : int
-        Without the shared one; 0 for ``moe_scores``, which leaves the choice to others.
+        Without the shared one; 0 for ``moe_scores``, which leaves the choice to ``moe_gate_up``.
     shared_bytes : int
         Dynamic shared memory that a thread block may have.
     """

@@ -1,4 +1,4 @@
-"""Decode kernels that make the choice of experts: the bits of the ones that are given it."""
+"""A block whose first kernel of experts makes the choice: the bits of what is given it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from atlas_kernels.moe_plan import (
     GATE_UP_TILES,
+    NOT_YET,
     UNIT,
     decode_kernels,
     fits,
     route_variant,
-    routed_kernels,
+    routed_kernel,
 )
 
 from atlas.backends.cuda import moe as moe_ops
@@ -81,27 +82,21 @@ class Block:
         sizes = [rows, self.slots, self.experts, DIM, INNER]
         scale = np.float32(self.scale)
         how = [int(self.sigmoid), int(self.normalize), np.float32(EPSILON), scale]
+        kernel = decode_kernels(variant)[0]
         if routed:
-            names = routed_kernels(variant, self.experts)
-            assert names is not None
-            args = [w, w_shared, x.address, source.address, bias, early, ids_at, act.address]
-            args += [*sizes, self.top_k, how[0], x.stride, source.stride]
-            bench.run(names[0], (3, 1), args)
-            bench.early(source.address)  # gate_up waited for whoever wrote them
-            args = [v, v_shared, source.address, bias, early, weights_at, act.address]
-            args += [out.address, out.address, *sizes, self.columns, self.top_k, *how]
-            args += [out.stride, out.stride, source.stride]
+            kernel = routed_kernel(variant, self.experts) or ""
+            args = [w, w_shared, x.address, source.address, bias, early, ids_at, weights_at]
+            args += [act.address, *sizes, self.columns, self.top_k, *how, x.stride, source.stride]
         else:
-            names = decode_kernels(variant)
             args = [source.address, bias, last, early, ids_at, weights_at, self.experts]
             args += [self.top_k, self.slots, *how, source.stride, source.stride]
             bench.run(f"moe_route_{route_variant(self.experts)}", (rows, 1), args)
             args = [w, w_shared, x.address, ids_at, act.address, *sizes, x.stride]
-            bench.run(names[0], (3, 1), args)
-            bench.early(ids_at), bench.early(weights_at)
-            args = [v, v_shared, ids_at, weights_at, act.address, out.address, out.address]
-            args += [*sizes, out.stride, out.stride]
-        bench.run(names[1], (DIM // UNIT - 3, 1), args)  # some take two groups of columns
+        bench.run(kernel, (3, 1), args)
+        bench.early(ids_at)  # gate_up waited for whoever wrote them, or did so itself
+        args = [v, v_shared, ids_at, weights_at, act.address, out.address, out.address, *sizes]
+        args += [out.stride, out.stride]
+        bench.run(decode_kernels(variant)[1], (DIM // UNIT - 3, 1), args)  # some take two groups
         results = [bench.memory.get(ids_at, ids), bench.memory.get(weights_at, weights)]
         return [*results, bench.get(act), bench.get(out)]
 
@@ -139,8 +134,6 @@ class Block:
         given = None
         if slots is not None:
             given = DeviceArray(bench.put_early(slots), (rows,), "int32")
-        if call is not moe_block or self.experts > 512:
-            bench.early(weights_at)  # moe_down reads them before its wait
         call(
             queue, on(stream), self.norm, 1e-6, self.router, self.experts, self.normalize,
             "sigmoid" if self.sigmoid else "softmax", self.bias, self.scale, 1, 1, given,
@@ -258,15 +251,27 @@ def test_a_block_and_its_parts(bench: Bench, rows: int, experts: int, kind: dict
     want, apart = block.op(in_parts, x, slots)
     got, launched = block.op(moe_block, x, slots)
     same_bits(got, want)
-    variant = routed_kernels(block.variants(rows)[0], experts)
-    assert variant is not None
-    assert tuple(launched[-2:]) == variant
-    if rows <= 4:
-        form = "moe_scores_wgmma_d2048" if experts <= 256 else "moe_scores_d2048"
-        assert launched == [form, *variant]
-    else:
-        assert [name.split("_")[0] for name in launched] == ["rmsnorm", "gemm", "moe", "moe"]
-    assert not set(apart) & set(variant)
+    variant = block.variants(rows)[0]
+    form = "moe_scores_wgmma_d2048" if experts <= 256 else "moe_scores_d2048"
+    assert launched == [form, routed_kernel(variant, experts), decode_kernels(variant)[1]]
+    assert not set(apart) & set(launched[:2])
+
+
+def test_ids_are_awaited(ptx_of: Callable[[str], str]) -> None:
+    """What ``moe_down`` finds before they are written is no id, whatever was there."""
+    block = Block(machine_bench(ptx_of), 40)
+    memory, seen = block.bench.memory, []
+    run = block.bench.run
+
+    def watched(name: str, grid: tuple[int, int], args: list[Any]) -> None:
+        run(name, grid, args)
+        if name.startswith("moe_scores"):
+            seen.append(memory.get(args[5], np.zeros((2, 4), np.int32)))
+
+    block.bench.run = watched
+    block.op(moe_block, rounded(block.normal(2, DIM), "bf16"), None)
+    assert len(seen) == 1
+    assert (seen[0] == NOT_YET).all()
 
 
 def test_what_no_kernel_chooses_for(ptx_of: Callable[[str], str]) -> None:

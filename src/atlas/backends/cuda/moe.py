@@ -1,8 +1,8 @@
 """Mixture of experts: launches.
 
 Up to eight rows norm and router are one kernel, and each chosen expert's weights are read once,
-straight for the rows that chose it, by kernels which make the choice themselves; more rows are
-sorted by expert first. Both sum in one order.
+straight for the rows that chose it, by two kernels of which the first makes the choice; more rows
+are sorted by expert first. Both sum in one order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from atlas_kernels.moe_plan import (
     decode_variant,
     grouped_variant,
     route_variant,
-    routed_kernels,
+    routed_kernel,
     wgmma_variant,
 )
 from atlas_kernels.moe_router_plan import ROUTER_COLUMNS, router_variant
@@ -234,13 +234,15 @@ def moe_block(
     expert_out: DeviceArray,
     out: DeviceArray,
 ) -> None:
-    rows, choices, inner = expert_activated.shape
-    variant, kernels, joins = None, None, router.rows > num_experts
-    if _is_large(queue) and joins == (shared_gate_up is not None):
-        variant = decode_variant(rows, dim=x.shape[1], inner=inner, slots=choices)
-    if variant is not None and _is_routed_at_once(x, norm, router, normed, scores):
-        kernels = routed_kernels(variant, num_experts)
-    if variant is None or kernels is None:
+    (rows, dim), (_, choices, inner) = x.shape, expert_activated.shape
+    router_kernel, variant, kernel = None, None, None
+    if _is_large(queue) and _is_routed_at_once(x, norm, router, normed, scores):
+        router_kernel = router_variant(rows, dim=dim, experts=0, shared_bytes=_SHARED_BYTES)
+        variant = decode_variant(rows, dim=dim, inner=inner, slots=choices)
+    joins = router.rows > num_experts
+    if router_kernel and variant and joins == (shared_gate_up is not None):
+        kernel = routed_kernel(variant, num_experts)
+    if variant is None or kernel is None:
         parts: dict[str, Callable[..., None]]
         parts = {"moe_router": moe_router, "moe_experts": moe_experts}
         block_in_parts(
@@ -250,51 +252,27 @@ def moe_block(
             expert_activated=expert_activated, expert_out=expert_out, out=out,
         )  # fmt: skip
         return
+    match("float32", f"{dim}", norm, f"{rows} {router.rows}", scores)
+    match("bfloat16", f"{rows} {dim}", x)
     _check_choice(rows, num_experts, scoring, bias, num_groups, top_groups, slots, ids, weights)
-    _, _, dim, _, experts = _check_experts(
+    *_, experts = _check_experts(
         normed, gate_up, down, ids, weights, activation, shared_gate_up, shared_down,
         expert_activated, expert_out, out,
     )  # fmt: skip
     require(experts == num_experts, "experts", experts, f"the router's {num_experts}")
-    _scores(queue, x, norm, norm_eps, router, num_experts, normed=normed, scores=scores)
-    act, is_sigmoid, top_k = expert_activated, int(scoring == "sigmoid"), choices - joins
-    chosen_by: Args = (scores, 0 if bias is None else bias, 0 if slots is None else slots)
-    wide, narrow = _decode_grids(queue, variant, dim)
-    args: Args = (gate_up.data, 0 if shared_gate_up is None else shared_gate_up.data, normed)
-    args += (*chosen_by, ids, act, rows, choices, experts, dim, inner, top_k, is_sigmoid)
-    queue.launch(kernels[0], wide, (*args, normed.strides[0], scores.strides[0]))
-    args = (down.data, 0 if shared_down is None else shared_down.data, *chosen_by, weights, act)
-    args += (out, out, rows, choices, experts, dim, inner, router.rows, top_k, is_sigmoid)
-    args += (int(normalize), _EPSILON, scale, *out.strides[:1] * 2, scores.strides[0])
-    queue.launch(kernels[1], narrow, args)
-
-
-def _scores(
-    queue: Queue,
-    x: DeviceArray,
-    norm: DeviceArray,
-    norm_eps: float,
-    router: DeviceMatrix,
-    num_experts: int,
-    *,
-    normed: DeviceArray,
-    scores: DeviceArray,
-) -> None:
-    """Norm and router, with what ``_is_routed_at_once`` allows."""
-    rows, dim = x.shape
-    match("float32", f"{dim}", norm, f"{rows} {router.rows}", scores)
-    match("bfloat16", f"{rows} {dim}", x, f"{rows} {dim}", normed)
-    variant = None
-    if rows <= _AT_ONCE_ROWS:
-        variant = router_variant(rows, dim=dim, experts=0, shared_bytes=_SHARED_BYTES)
-    if variant is None:
-        rmsnorm(queue, x, norm, norm_eps, out=normed)
-        linear(queue, normed, router, out=scores)
-        return
-    args: Args = (x, norm, router.data, normed, scores, rows, dim, router.rows, norm_eps)
-    args += (x.strides[0], normed.strides[0], scores.strides[0])
-    name = f"moe_scores_{_form(queue, num_experts)}{variant}"
+    args: Args = (x, norm, router.data, normed, scores, ids, rows, rows * choices, dim)
+    args += (router.rows, norm_eps, x.strides[0], normed.strides[0], scores.strides[0])
+    name = f"moe_scores_{_form(queue, num_experts)}{router_kernel}"
     queue.launch(name, (-(-router.rows // ROUTER_COLUMNS), 1), args, router)
+    act, (wide, narrow) = expert_activated, _decode_grids(queue, variant, dim)
+    args = (gate_up.data, 0 if shared_gate_up is None else shared_gate_up.data, normed, scores)
+    args += (0 if bias is None else bias, 0 if slots is None else slots, ids, weights, act, rows)
+    args += (choices, experts, dim, inner, router.rows, choices - joins)
+    args += (int(scoring == "sigmoid"), int(normalize), _EPSILON, scale)
+    queue.launch(kernel, wide, (*args, normed.strides[0], scores.strides[0]))
+    args = (down.data, 0 if shared_down is None else shared_down.data, ids, weights, act, out, out)
+    args += (rows, choices, experts, dim, inner)
+    queue.launch(decode_kernels(variant)[1], narrow, (*args, *out.strides[:1] * 2))
 
 
 def _decode_grids(queue: Queue, variant: str, dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
