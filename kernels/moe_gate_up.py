@@ -285,21 +285,20 @@ def make_routed_gate_up(tile: DecodeTile, count: int) -> Any:
         begin(base)
         cursor = start(base, w, w_shared, m, experts, dim, inner)
         number, place = row_number(active, m), i32(base + IDS_AT + row * slots * 4)
-        listed, turn, last = i32(0), opaque(i32(1)), i64(0)
+        its_scores, last = i64(scores + row * scores_stride), i64(0)
+        if columns > experts:
+            last = i64(its_scores + experts * 4)
+        listed, turn = i32(0), opaque(i32(1))
         chosen = (i32(-1), i32(0), f32(0), f32(0), f32(0))
         while turn >= 0:  # first on weights, which are constants, and with a single choice
-            own_scores, choices = i64(w), i32(1)
+            read, behind, choices = i64(w), i64(0), i32(1)
             if turn == 0:
                 wait_prerequisites()
                 launch_dependents()
                 if row == last_warp:
                     ask_rows(base, i32(base + x_offset), x, x_stride, m, i32(2 * dim))
-                own_scores, choices = i64(scores + row * scores_stride), i32(top_k)
-                if columns > experts:
-                    last = i64(own_scores + experts * 4)
-            chosen = choose(
-                place, number, own_scores, last, bias, experts, choices, slots, use_sigmoid
-            )
+                read, behind, choices = its_scores, last, i32(top_k)
+            chosen = choose(place, number, read, behind, bias, experts, choices, slots, use_sigmoid)
             if row < m and lane < slots:
                 store_shared_b32(i32(place + lane * 4), chosen[0])
             shared_id = i32(experts if w_shared != 0 else -1)
@@ -311,7 +310,7 @@ def make_routed_gate_up(tile: DecodeTile, count: int) -> Any:
             if is_mine:
                 store_b32(ids + at, chosen[0])
             weight = weigh(
-                chosen, number, scores + row * scores_stride, last, bias, experts, top_k, slots,
+                chosen, number, its_scores, last, bias, experts, top_k, slots,
                 use_sigmoid, normalize, epsilon, scaling,
             )  # fmt: skip
             if is_mine:
