@@ -52,7 +52,7 @@ from atlas_kernels.ptx_memory import (
     load_l2_f32,
     load_shared_b32,
     store_b16,
-    store_b32,
+    store_device_b32,
     store_f32,
     store_shared_b32,
 )
@@ -308,7 +308,7 @@ def make_routed_gate_up(tile: DecodeTile, count: int) -> Any:
         if block_x() == 0:
             at, is_mine = i64(row * slots + lane) * 4, row < m and lane < slots
             if is_mine:
-                store_b32(ids + at, chosen[0])
+                store_device_b32(ids + at, chosen[0])
             weight = weigh(
                 chosen, number, its_scores, last, bias, experts, top_k, slots,
                 use_sigmoid, normalize, epsilon, scaling,
