@@ -6,8 +6,10 @@ Random bf16 weights. Shape A: 256 experts, top 8 and a shared one, hidden 2048, 
 shape B (Qwen3-30B-A3B): 128 experts, top 8, width 768, and its whole weight sweep at batch 1.
 Bit for bit: each row alone, among others, shuffled, by the decode and by every grouped kernel.
 Decode is timed as a layer and by kernel; --tune adds the decode kernels that would do as well.
-Prefill is timed with each grouped form; w160 is that of Hopper, with ``wgmma``. What comes before
-the experts, in one kernel and in three: see ``gpu_router``.
+A whole block, norm and router included, is timed with the choice in the router's kernel and in the
+experts' own, whose bits must be the same. Prefill is timed with each grouped form; w160 is that of
+Hopper, with ``wgmma``. What comes before the experts, in one kernel and in three: see
+``gpu_router``.
 Exits with 1 if a check failed. Needs torch, for data and for the ceilings.
 """
 
@@ -34,6 +36,7 @@ from atlas_kernels.moe_plan import (  # noqa: E402
     GROUPED_TILES,
     HALF_ROWS,
     ROUTE_VARIANTS,
+    ROUTED_VARIANTS,
     ROW_BOX,
     UNIT,
     WGMMA_TILES,
@@ -42,6 +45,7 @@ from atlas_kernels.moe_plan import (  # noqa: E402
     fits,
     grouped_variant,
     route_variant,
+    routed_kernel,
 )
 
 from benchmarks import gpu_router  # noqa: E402
@@ -148,6 +152,21 @@ class Runner:
     ) -> None:  # fmt: skip
         self.gate_up(layer, x, ids, name)
         self.down(layer, ids, weights, residual, out, name)
+
+    def routed(
+        self, layer: Layer, rows: gpu_router.Rows, columns: int, out: Tensor, name: str
+    ) -> None:
+        """``decode`` that makes the choice, of the scores of ``rows``."""
+        shape, kernel = self.shape, routed_kernel(name, self.shape.experts)
+        assert kernel is not None
+        args: list[Any] = [layer.address("gate_up"), layer.address("shared_gate_up")]
+        args += [rows.normed.data_ptr(), rows.scores.data_ptr(), 0, rows.active.data_ptr()]
+        args += [rows.ids.data_ptr(), rows.weights.data_ptr(), self.act.data_ptr(), len(out)]
+        args += [shape.slots, shape.experts, shape.dim, shape.inner, columns, shape.top_k, 0, 1]
+        args += [gpu_router.EPSILON, 1.0, 2 * shape.dim, 4 * columns]
+        blocks = self._blocks(GATE_UP_TILES[name].blocks_per_sm)
+        self.gpu.run(kernel, (blocks, 1), args)
+        self.down(layer, rows.ids, rows.weights, out, out, name)
 
     def grouped(
         self, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor, out: Tensor,
@@ -340,6 +359,50 @@ def time_decode(
     return figures
 
 
+def time_block(
+    gpu: Gpu, gemm: StepGemm, checks: Checks, shape: Shape, layers: list[Layer], rows: int
+) -> dict[str, float]:
+    """Microseconds of a block from norm to sum, by where the choice is made; bits compared."""
+    router = gpu_router.Router(gpu, gemm, gpu_router.SHAPES[(A, B).index(shape)])
+    name = decode_variant(rows, dim=shape.dim, inner=shape.inner, slots=shape.slots)
+    assert name is not None
+    runner, columns, form = Runner(gpu, shape, rows), router.shape.columns, router.forms[-1]
+    active = torch.arange(rows, device="cuda")
+    inputs = [gpu_router.Rows(router.shape, _normal(rows, shape.dim), active) for _ in range(32)]
+    residual = _normal(rows, shape.dim) * 0.1
+    outs = [residual.clone() for _ in inputs]
+
+    def chain(is_apart: bool) -> None:
+        for i, (given, out) in enumerate(zip(inputs, outs, strict=True)):
+            layer, number = layers[i % len(layers)], i % router.num_layers
+            if is_apart:
+                router.at_once(given, number, form)
+                runner.decode(layer, given.normed, given.ids, given.weights, out, out, name)
+            else:
+                router.scores(given, number, form)
+                runner.routed(layer, given, columns, out, name)
+
+    left = []
+    for is_apart in (True, False):
+        for given, out in zip(inputs, outs, strict=True):
+            given.ids.fill_(-7), given.weights.fill_(-7.0), out.copy_(residual)
+        torch.cuda.synchronize()
+        chain(is_apart)
+        gpu.stream.sync()
+        results = [(*given.results, out) for given, out in zip(inputs, outs, strict=True)]
+        left.append([tensor.clone() for tensors in results for tensor in tensors])
+        torch.cuda.synchronize()
+    same = all(torch.equal(a, b) for a, b in zip(*left, strict=True))
+    checks.that(same, f"{shape.name}: bits of kernels that choose, {rows} rows")
+    figures = {
+        key: gpu.microseconds(lambda apart=is_apart: chain(apart), 1) / len(inputs)  # type: ignore[misc]
+        for key, is_apart in (("handed over", True), ("chosen there", False))
+    }
+    words = ", ".join(f"choice {key} {us:.2f}" for key, us in figures.items())
+    print(f"{shape.name} block {rows} rows, us: {words}", flush=True)
+    return figures
+
+
 def time_prefill(gpu: Gpu, shape: Shape, layers: list[Layer], rows: int) -> dict[str, Any]:
     """Microseconds and TFLOP/s of a layer."""
     runner, x = Runner(gpu, shape, rows), _normal(rows, shape.dim)
@@ -414,6 +477,7 @@ def trials(shape: Shape, rows: int) -> list[str]:
 def load_kernels(gpu: Gpu) -> None:
     """The kernels used here onto the device, compiled if need be."""
     names = [kernel for name in GATE_UP_TILES for kernel in decode_kernels(name)]
+    names += [f"moe_gate_up_bf16_{n}_{count}" for n in GATE_UP_TILES for count in ROUTED_VARIANTS]
     names += [f"moe_grouped_{part}_bf16_{n}" for part in ("gate_up", "down") for n in GROUPED_TILES]
     if gpu.arch == "sm_90a":
         for part in ("gate_up", "down"):
@@ -436,6 +500,7 @@ def main() -> int:
     torch.zeros(1, device="cuda")
     gpu, checks = Gpu(), Checks()
     load_kernels(gpu)
+    gpu_router.load_kernels(gpu)
     gemm = StepGemm(gpu)
     for shape in (A, B):
         checks.run(gpu, shape)
@@ -454,13 +519,16 @@ def main() -> int:
             names += ["r16"] if rows == 8 else []
             key = f"{shape.name} decode {rows}"
             figures[key] = time_decode(gpu, shape, layers, rows, ceiling, names)
+            if rows <= gpu_router.ROUTER_ROWS:
+                figures[f"{shape.name} block {rows}"] = time_block(
+                    gpu, gemm, checks, shape, layers, rows
+                )
         for rows in options.prefill:
             figures[f"{shape.name} prefill {rows}"] = time_prefill(gpu, shape, layers, rows)
         if shape is B:
             figures["30B-A3B sweep"] = sweep_30b(gpu, gemm, layers, ceiling)
         del layers
         torch.cuda.empty_cache()
-    gpu_router.load_kernels(gpu)
     few = [rows for rows in options.rows if rows <= gpu_router.ROUTER_ROWS]
     failed, figures["router"] = gpu_router.measure(gpu, gemm, few)
     checks.failed += failed

@@ -30,6 +30,7 @@ from atlas_kernels.moe_router_plan import (  # noqa: E402
     ROUTER_COLUMNS,
     ROUTER_ROWS,
     ROUTER_TILES,
+    SCORES_TILES,
     router_variant,
 )
 
@@ -39,7 +40,7 @@ from tests.kernels.gpu import Gpu  # noqa: E402
 Tensor = torch.Tensor
 _ROOM = 227 * 1024
 _L2_BYTES = 80 << 20  # more than an H200's
-_EPS, _EPSILON = 1e-6, 1e-20
+_EPS, EPSILON = 1e-6, 1e-20
 _RESULTS = ("normed", "scores", "ids", "weights")
 
 
@@ -119,7 +120,7 @@ class Router:
         args = [scores, self.bias.data_ptr() if shape.sigmoid else 0]
         args += [scores + 4 * shape.experts if shape.shared else 0, rows.active.data_ptr()]
         args += [rows.ids.data_ptr(), rows.weights.data_ptr(), shape.experts, shape.top_k]
-        args += [shape.slots, *self._choice(), _EPSILON, 1.0, stride, stride]
+        args += [shape.slots, *self._choice(), EPSILON, 1.0, stride, stride]
         gpu.run(f"moe_route_{route_variant(shape.experts)}", (len(rows.x), 1), args)
 
     @property
@@ -136,8 +137,19 @@ class Router:
         args += [self.bias.data_ptr() if shape.sigmoid else 0]
         args += [tensor.data_ptr() for tensor in (*rows.results, self.counter)]
         args += [len(rows.x), dim, shape.columns, shape.experts, shape.top_k, shape.slots]
-        args += [*self._choice(), _EPS, _EPSILON, 1.0, 2 * dim, 2 * dim, 4 * shape.columns]
+        args += [*self._choice(), _EPS, EPSILON, 1.0, 2 * dim, 2 * dim, 4 * shape.columns]
         self.gpu.run(f"{form}_{name}", (-(-shape.columns // ROUTER_COLUMNS), 1), args)
+
+    def scores(self, rows: Rows, layer: int, form: str) -> None:
+        """The same without the choice."""
+        shape, dim = self.shape, self.shape.dim
+        name = router_variant(len(rows.x), dim=dim, experts=0, shared_bytes=_ROOM)
+        args: list[Any] = [rows.x.data_ptr(), self.norms[layer].data_ptr()]
+        args += [self.weights[layer].data_ptr(), rows.normed.data_ptr(), rows.scores.data_ptr()]
+        args += [rows.ids.data_ptr(), len(rows.x), rows.ids.numel(), dim, shape.columns, _EPS]
+        args += [2 * dim, 2 * dim, 4 * shape.columns]
+        grid = (-(-shape.columns // ROUTER_COLUMNS), 1)
+        self.gpu.run(f"{form.replace('router', 'scores')}_{name}", grid, args)
 
 
 def differing(router: Router, draws: int = 40) -> list[str]:
@@ -200,6 +212,8 @@ def load_kernels(gpu: Gpu) -> None:
     names = ["rmsnorm_bf16", *(f"moe_router_{name}" for name in ROUTER_TILES)]
     if gpu.arch == "sm_90a":
         names += [f"moe_router_wgmma_{name}" for name in ROUTER_TILES]
+        names += [f"moe_scores_wgmma_{name}" for name in SCORES_TILES]
+    names += [f"moe_scores_{name}" for name in SCORES_TILES]
     names += [f"moe_route_{name}" for name in ROUTE_VARIANTS]
     names += [f"gemm_step_bf16_{name}" for name in TILES if name.endswith(("_8", "_64"))]
     for compiled in build.load_all(names, gpu.arch, jobs=12).values():

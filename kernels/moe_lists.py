@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, i32, i64
-from atlas_kernels.moe_plan import DecodeTile
+from atlas_kernels.moe_plan import NOT_YET, DecodeTile
 from atlas_kernels.ptx_async import (
     barrier_expect,
     barrier_init,
@@ -15,11 +15,19 @@ from atlas_kernels.ptx_async import (
 from atlas_kernels.ptx_math import popcount, quotient
 from atlas_kernels.ptx_memory import (
     load_b32,
+    load_device_b32,
     load_shared_b32,
     load_shared_b32x4,
     store_shared_b32,
 )
-from atlas_kernels.ptx_warp import ballot, lane_id, sync_threads, sync_warp, thread_x
+from atlas_kernels.ptx_warp import (
+    ballot,
+    lane_id,
+    lanes,
+    sync_threads,
+    sync_warp,
+    thread_x,
+)
 
 BARRIER_AT = 0
 COUNT_AT = 8
@@ -38,22 +46,19 @@ def entries_at(tile: DecodeTile) -> int:
 
 
 def list_experts(tile: DecodeTile) -> Any:
-    """(base, ids, m, slots, shared expert's id or −1): list what is to be read; how much.
+    """(base, expert, m, slots, shared expert's id or −1): list what is to be read; how much.
 
-    The choices, and each expert among them once, into shared memory. The shared expert comes first
-    where there is one, then the others by their first pair. Entries are ids; their number lies at
-    ``COUNT_AT``. Of one row each choice is an entry: it made them all differ.
+    Each expert among the choices once, into shared memory. The choices lie at ``IDS_AT``, and a
+    single row's are the first warp's ``expert`` as well. The shared expert comes first where there
+    is one, then the others by their first pair. Entries are ids; their number lies at ``COUNT_AT``.
+    Of one row each choice is an entry: it made them all differ.
     """
     entries = entries_at(tile)
 
     @device
-    def list_them(base, ids, m, slots, shared_id):
+    def list_them(base, expert, m, slots, shared_id):
         p, lane = thread_x(), lane_id()
         pairs, shared, count = i32(m * slots), i32(1 if shared_id >= 0 else 0), i32(slots)
-        expert = i32(-1)
-        if p < pairs:
-            expert = load_b32(ids + i64(p) * 4)
-            store_shared_b32(base + IDS_AT + p * 4, expert)
         if p == 0 and shared != 0:
             store_shared_b32(base + entries, shared_id)
         if m == 1:
@@ -61,6 +66,8 @@ def list_experts(tile: DecodeTile) -> Any:
                 store_shared_b32(base + entries + (p + shared) * 4, max(expert, i32(0)))
         else:
             sync_threads()
+            expert = load_shared_b32(base + IDS_AT + min(p, i32(pairs - 1)) * 4)
+            expert = expert if p < pairs else i32(-1)
             is_first = i32(1 if expert >= 0 and expert != shared_id else 0)
             # A row's choices differ, so only earlier rows can have made this one.
             earlier = i32(quotient(min(p, i32(pairs - 1)), slots) * slots)
@@ -93,6 +100,39 @@ def list_experts(tile: DecodeTile) -> Any:
 
 
 @device
+def row_number(active, m):
+    """By a warp: what ``row_choice`` takes for its row; −1 where it has none."""
+    row, number = i32(thread_x() >> 5), i32(-1)
+    if row < m:
+        number = i32(0)
+        if active != 0:
+            number = load_b32(active + row * 4)
+    return number
+
+
+@device
+def given_choices(base, ids, m, slots):
+    """Bring the choices to ``IDS_AT``; each thread's one."""
+    p, expert = thread_x(), i32(-1)
+    if p < m * slots:
+        expert = load_b32(ids + i64(p) * 4)
+        store_shared_b32(base + IDS_AT + p * 4, expert)
+    return expert
+
+
+@device
+def awaited_choices(base, ids, m, slots):
+    """``given_choices`` that the kernel before this one may be about to write: ``NOT_YET``."""
+    p, expert = thread_x(), i32(-1)
+    if p < m * slots:
+        expert = i32(NOT_YET)
+        while expert == NOT_YET:
+            expert = load_device_b32(ids + i64(p) * 4)
+        store_shared_b32(base + IDS_AT + p * 4, expert)
+    return expert
+
+
+@device
 def pair_of(base, row, expert, m, slots):
     """The pair with which a row chose an expert, or −1."""
     found = i32(-1)
@@ -119,5 +159,7 @@ def ask_rows(base, target, source, stride, rows, row_bytes):
     if lane == 0:
         barrier_expect(barrier, i32(rows * row_bytes))
     sync_warp()
-    for row in range(lane, rows, 32):
+    row, step = lane, lanes()  # not unrolled
+    while row < rows:
         bulk_load(i32(target + row * (row_bytes + 16)), source + row * stride, barrier, row_bytes)
+        row = i32(row + step)

@@ -17,11 +17,18 @@ MAX_SLOTS = 32
 """Choices of a row, the shared expert included."""
 UNIT = 16
 """Rows of weights that a warp of a decode kernel takes at a time."""
+NOT_YET = -(1 << 31)
+"""In place of an id: the choice is about to be made."""
+NO_UNIT = 1 << 24
+"""The first unit of a warp that only helps to list experts."""
 # Shared memory of a thread block, sm_90, so that an SM holds one.
 _FULL = 227 * 1024
 
 ROUTE_VARIANTS = {"e128": 4, "e256": 8, "e512": 16, "e1024": 32}
 """``moe_route_<variant>``: experts that a lane has in registers."""
+
+ROUTED_VARIANTS = {name: ROUTE_VARIANTS[name] for name in ("e128", "e256", "e512")}
+"""Those for which ``moe_gate_up`` makes the choice itself."""
 
 
 def route_variant(experts: int) -> str | None:
@@ -112,7 +119,7 @@ GATE_UP_TILES: dict[str, DecodeTile] = {
     "r2": DecodeTile(2, 4, 128, 5, 2, 98 * 1024),
     "r8": DecodeTile(8, 8, 128, 5, 1, _FULL),
 }
-"""``moe_gate_up_bf16_<variant>``, fewest rows first."""
+"""``moe_gate_up_bf16_<variant>``, fewest rows first; ``…_<experts>`` makes the choice itself."""
 
 DOWN_TILES: dict[str, DecodeTile] = {
     "r1": DecodeTile(1, 9, 128, 3, 1, 131 * 1024),
@@ -149,6 +156,12 @@ def fits(name: str, rows: int, *, dim: int, inner: int, slots: int) -> bool:
 def decode_kernels(name: str) -> tuple[str, str]:
     """The kernels of a decode variant."""
     return f"moe_gate_up_bf16_{name}", f"moe_down_bf16_{name}"
+
+
+def routed_kernel(name: str, experts: int) -> str | None:
+    """``moe_gate_up`` that makes the choice of a number of experts itself, or None above 512."""
+    routed = route_variant(experts)
+    return f"{decode_kernels(name)[0]}_{routed}" if routed in ROUTED_VARIANTS else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,22 +20,33 @@ from atlas_kernels.elementary import exp32
 from atlas_kernels.moe_plan import ROUTE_VARIANTS
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_math import bits_float, divide, float_bits, maximum
-from atlas_kernels.ptx_memory import load_b32, load_f32, store_b32, store_f32
+from atlas_kernels.ptx_memory import (
+    load_b32,
+    load_f32,
+    load_shared_b32,
+    shared_buffer,
+    store_b32,
+    store_f32,
+    store_shared_b32,
+)
 from atlas_kernels.ptx_warp import (
     block_x,
     lane_id,
     lanes,
+    reduce_add_s32,
     reduce_max_s32,
     shuffle_f32,
-    warp_max,
+    sync_warp,
     warp_sum,
 )
 from atlas_kernels.registry import kernel
+from atlas_kernels.sorted_lists import list_heads, pop_list, sort_lists
 
 THREADS = 32
 _LEAST = -(1 << 31)
 _MAGNITUDE = 0x7FFFFFFF
 _LOWEST = float("-inf")
+_CHOICES = shared_buffer("atlas_choices", 32 * 4)
 _GREATEST_DIVISOR = np.float32(2.0**126)
 
 
@@ -87,11 +98,22 @@ def _biased(value, e, bias, experts):
 
 
 @device
-def _order(value, e, _, experts):
-    """An int32 that orders as the values do; NaN above all, what is no expert below."""
+def _order_of(value):
+    """An int32 that orders as the values do, NaN above all; its own inverse, of the bits."""
     bits = float_bits(value + f32(0))
-    order = bits ^ ((bits >> 31) & _MAGNITUDE)
-    return i32(order) if e < experts else i32(_LEAST)
+    return i32(bits ^ ((bits >> 31) & _MAGNITUDE))
+
+
+@device
+def _value_of(order):
+    return bits_float(i32(order ^ ((order >> 31) & _MAGNITUDE)))
+
+
+@device
+def _order(value, e, _, experts):
+    """What is no expert comes below all."""
+    order = _order_of(value)
+    return order if e < experts else i32(_LEAST)
 
 
 def _greatest(count: int) -> Any:
@@ -166,46 +188,37 @@ def _tree(count: int, combine: Any) -> Any:
     return tree
 
 
-def row_route(count: int, load: Any) -> Any:
-    """By a warp: a row's choices and their weights, as ``moe_route`` says; ``load`` reads scores.
+def _select(count: int) -> Any:
+    """(orders, top_k, place), by a warp → choice ``lane`` and its order.
 
-    (row, active, scores, last, …): ``active`` is the row's number, ``scores`` the address of its
-    scores, ``last`` that of the shared expert's, or 0; the others are the kernel's own arguments.
+    Where orders are equal it is the lowest expert. ``place`` is shared memory for a word a lane.
+
+    Each round finds the warp's greatest order; whose it is pops it and stores the expert, for which
+    nobody waits. That two lanes had it shows when more was popped than was chosen: then all begins
+    again, slowly.
     """
-    scores_of, remove = each(count, _score(load)), each(count, _without)
-    orders_of, best_of = each(count, _order), _greatest(count)
-    shift, negate = each(count, _shifted), each(count, _negated)
-    exponentials, sigmoids = each(count, _exponential), each(count, _sigmoid)
-    add_bias = each(count, _biased)
-    greatest_of, sum_of = _tree(count, maximum), _tree(count, _add)
-    nothing = (0,) * count
+    sort, head_of, pop = sort_lists(count), list_heads(count), pop_list(count)
+    best_of, remove = _greatest(count), each(count, _without)
 
     @device
-    def route(
-        row, active, scores, last, bias, ids, weights, experts, top_k, slots, use_sigmoid,
-        normalize, epsilon, scaling,
-    ):  # fmt: skip
-        lane = lane_id()
-        own = i32(-1)
-        weight = f32(0)
-        if active >= 0:
-            values = scores_of(nothing, lane, scores, experts)
-            shared = f32(0)
-            if last != 0:
-                shared = load(last)
-            greatest = warp_max(maximum(greatest_of(values), f32(_LOWEST)))
-            if use_sigmoid != 0:
-                values = negate(values, lane, greatest, experts)
-            else:
-                values = shift(values, lane, greatest, experts)
-            values = exponentials(values, lane, greatest, experts)
-            if use_sigmoid != 0:
-                values = sigmoids(values, lane, greatest, experts)
-            total = warp_sum(sum_of(values))
-            if bias != 0:
-                values = add_bias(values, lane, bias, experts)
-            orders = orders_of(values, lane, i32(0), experts)
-            order, j, step = i32(0), i32(0), i32(lanes() >> 5)
+    def select(orders, top_k, place):
+        lane, order, popped = lane_id(), i32(0), i32(0)
+        lists, numbers = sort(orders)
+        j, step = i32(0), i32(lanes() >> 5)
+        while j < top_k:
+            best, number = head_of(lists, numbers)
+            first = reduce_max_s32(best)
+            is_mine = best == first
+            if is_mine:
+                store_shared_b32(place + j * 4, i32(lane + 32 * number))
+            lists, numbers = pop(lists, numbers, number, is_mine)
+            popped = i32(popped + is_mine)
+            order = first if lane == j else order
+            j = i32(j + step)
+        sync_warp()
+        own = load_shared_b32(place + min(lane, i32(top_k - 1)) * 4)
+        if reduce_add_s32(popped) != top_k:
+            j = i32(0)
             while j < top_k:
                 best, expert = best_of(orders, lane)
                 first = reduce_max_s32(best)
@@ -214,28 +227,110 @@ def row_route(count: int, load: Any) -> Any:
                 if lane == j:
                     own, order = winner, first
                 j = i32(j + step)
-            weight = bits_float(i32(order ^ ((order >> 31) & _MAGNITUDE)))  # the value itself
+        return own, order
+
+    return select
+
+
+def row_choice(count: int, load: Any) -> Any:
+    """By a warp: a row's choices, as ``moe_route`` says; ``load`` reads scores.
+
+    (place, active, scores, last, bias, experts, top_k, slots, use_sigmoid) → (id, …): ``place`` is
+    shared memory for a word a lane, ``active`` the row's number, ``scores`` the address of its
+    scores, ``last`` that of the shared expert's, or 0. Lane j has the id of slot j, below top_k at
+    least, and what ``row_weight`` takes besides.
+    """
+    scores_of, select = each(count, _score(load)), _select(count)
+    orders_of, add_bias = each(count, _order), each(count, _biased)
+    shift, negate = each(count, _shifted), each(count, _negated)
+    exponentials, sigmoids = each(count, _exponential), each(count, _sigmoid)
+    greatest_of, sum_of = _tree(count, maximum), _tree(count, _add)
+    nothing = (0,) * count
+
+    @device
+    def choose(place, active, scores, last, bias, experts, top_k, slots, use_sigmoid):
+        lane = lane_id()
+        own, order, greatest, part, shared = i32(-1), i32(0), f32(0), f32(0), f32(0)
+        if active >= 0:
+            values = scores_of(nothing, lane, scores, experts)
+            if last != 0:
+                shared = load(last)
+            greatest = maximum(greatest_of(values), f32(_LOWEST))
+            greatest = _value_of(reduce_max_s32(_order_of(greatest)))
+            if use_sigmoid != 0:
+                values = negate(values, lane, greatest, experts)
+            else:
+                values = shift(values, lane, greatest, experts)
+            values = exponentials(values, lane, greatest, experts)
+            if use_sigmoid != 0:
+                values = sigmoids(values, lane, greatest, experts)
+            part = sum_of(values)
+            if bias != 0:
+                values = add_bias(values, lane, bias, experts)
+            own, order = select(orders_of(values, lane, i32(0), experts), top_k, place)
+            if slots > top_k and lane == top_k:
+                own = i32(experts)
+        return own, order, greatest, part, shared
+
+    return choose
+
+
+def row_weight(load: Any) -> Any:
+    """By a warp: the weight of slot ``lane``, of what ``row_choice`` returned."""
+
+    @device
+    def weigh(
+        chosen, active, scores, last, bias, experts, top_k, slots, use_sigmoid, normalize, epsilon,
+        scaling,
+    ):  # fmt: skip
+        own, order, greatest, part, shared = chosen
+        lane, weight = lane_id(), f32(0)
+        if active >= 0:
+            total = warp_sum(part)
+            weight = _value_of(order)  # the value itself
             if bias != 0:  # which the bias is part of
-                score = load(scores + max(own, i32(0)) * 4)
+                score = load(scores + min(max(own, i32(0)), i32(experts - 1)) * 4)
                 weight = exp32(-score if use_sigmoid != 0 else score - greatest)
                 if use_sigmoid != 0:
                     weight = _inverse(weight)
             if use_sigmoid == 0:
                 weight = divide(weight, total)
-            chosen = f32(0)
-            j = i32(0)
+            chosen_sum, j, step = f32(0), i32(0), i32(lanes() >> 5)
             while j < top_k:
-                chosen += shuffle_f32(weight, j)
+                chosen_sum += shuffle_f32(weight, j)
                 j = i32(j + step)
             if normalize != 0:
-                weight = divide(weight, chosen + epsilon)
+                weight = divide(weight, chosen_sum + epsilon)
             weight = weight * scaling
             if slots > top_k and lane == top_k:
-                own, weight = experts, f32(1)
+                weight = f32(1)
                 if last != 0:
                     weight = _inverse(exp32(-shared))
+        return weight
+
+    return weigh
+
+
+def row_route(count: int, load: Any) -> Any:
+    """By a warp: a row's choices and their weights, stored; arguments as of its two parts.
+
+    (place, row, active, scores, last, …): the others are the kernel's own arguments.
+    """
+    choose, weigh = row_choice(count, load), row_weight(load)
+
+    @device
+    def route(
+        place, row, active, scores, last, bias, ids, weights, experts, top_k, slots, use_sigmoid,
+        normalize, epsilon, scaling,
+    ):  # fmt: skip
+        lane = lane_id()
+        chosen = choose(place, active, scores, last, bias, experts, top_k, slots, use_sigmoid)
+        weight = weigh(
+            chosen, active, scores, last, bias, experts, top_k, slots, use_sigmoid, normalize,
+            epsilon, scaling,
+        )  # fmt: skip
         if lane < slots:
-            store_b32(ids + (row * slots + lane) * 4, own)
+            store_b32(ids + (row * slots + lane) * 4, chosen[0])
             store_f32(weights + (row * slots + lane) * 4, weight)
 
     return route
@@ -272,8 +367,8 @@ def make_moe_route(count: int) -> Any:
         if shared != 0:
             last = i64(shared + row * shared_stride)
         route(
-            row, is_active, scores + row * scores_stride, last, bias, ids, weights, experts, top_k,
-            slots, use_sigmoid, normalize, epsilon, scaling,
+            _CHOICES(), row, is_active, scores + row * scores_stride, last, bias, ids, weights,
+            experts, top_k, slots, use_sigmoid, normalize, epsilon, scaling,
         )  # fmt: skip
 
     return moe_route

@@ -8,7 +8,8 @@ for before the wait; the last one to have its scores makes the choice.
 A score is one chain of products of the tensor core, as long as a row: what the kernel takes at
 least, and the less the sooner a product can follow the one before (``moe_router_wgmma``). The rest
 is kept short, in code as well: an SM finds none of it in its instruction cache. While the chain
-goes on, a warp runs through the code of the choice, which comes last.
+goes on, a warp runs through the code of the choice, which comes last. ``moe_scores`` leaves it to
+``moe_gate_up``, which makes it sooner than it could be handed over.
 
 Rows lie in shared memory as ``wgmma`` and TMA have them: 8 rows of 64 elements are 1,024 bytes, in
 which a row's 16-byte units are exchanged by its number.
@@ -20,8 +21,14 @@ from typing import Any
 
 import numpy as np
 from atlas_kernels._cuda import device, f32, i32, i64
+from atlas_kernels.moe_plan import NOT_YET
 from atlas_kernels.moe_route import each, row_route
-from atlas_kernels.moe_router_plan import ROUTER_COLUMNS, ROUTER_TILES, RouterTile
+from atlas_kernels.moe_router_plan import (
+    ROUTER_COLUMNS,
+    ROUTER_TILES,
+    SCORES_TILES,
+    RouterTile,
+)
 from atlas_kernels.ptx_async import (
     copy16,
     copy_commit,
@@ -273,39 +280,35 @@ def _no_fence():
     """``mma.sync`` reads shared memory as all threads do."""
 
 
+SCORES_ARGS = "ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 f32 i64 i64 i64"
 ARGS = (
     "ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i32 i32 i32 f32 f32 f32 i64 i64"
     " i64"
 )
 
 
-def router_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_fence) -> Any:
-    """``moe_router``, whose first ``warps`` warps ``multiply``.
+def _row_scores(tile: RouterTile, multiply: Any, warps: int, fence: Any) -> Any:
+    """By a thread block: rows normalised, stored and multiplied by 8 rows of the router.
 
-    (base, dim) → scores, the first warp's as those of the ``mma.sync`` form. ``fence`` comes
-    between what all threads wrote and the barrier before it.
+    The first warp has stored the scores; the others do not wait for it.
     """
-    vectors, norm_at = tile.vectors, tile.norm_at
+    vectors = tile.vectors
     ask, normalise, arrived = _ask(tile), _normalise(tile), copy_wait(0)
     words_of, squares_of = each(vectors, _words), each(vectors, _squares)
-    row_sum, route, nothing = _row_sum(vectors), row_route(tile.scores, load_l2_f32), (0,) * vectors
+    row_sum, nothing = _row_sum(vectors), (0,) * vectors
 
-    def moe_router(
-        x, norm, router, active, bias, normed, scores, ids, weights, counter, m, dim, columns,
-        experts, top_k, slots, use_sigmoid, normalize, eps, epsilon, scaling, x_stride,
-        normed_stride, scores_stride,
+    @device
+    def row_scores(
+        base, x, norm, router, normed, scores, m, dim, columns, eps, x_stride, normed_stride,
+        scores_stride,
     ):  # fmt: skip
-        launch_dependents()
-        base, lane, warp = dynamic_shared(), lane_id(), i32(thread_x() >> 5)
+        lane, warp = lane_id(), i32(thread_x() >> 5)
         first, blocks = i32(block_x() * ROUTER_COLUMNS), num_blocks_x()
         ask(base, router, norm, first, columns, dim)
         copy_commit()
         # 1, 2, 4 or 8 rows, of which the last may be the same one, and the warps of each.
         shift = i32(i32(m > 1) + i32(m > 2) + i32(m > 4))
         row = min(i32(warp & ((1 << shift) - 1)), i32(m - 1))
-        is_active = i32(0)
-        if active != 0:
-            is_active = load_b32(active + row * 4)
         source = x + row * x_stride
         wait_prerequisites()
         words = words_of(nothing, lane, source, dim)
@@ -325,17 +328,65 @@ def router_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_
             sums = multiply(base, dim)
             if warp == 0:
                 _store_scores(sums, scores, scores_stride, first, m, columns)
-                sync_warp()
-                if lane == 0:
-                    fence_device()
-                    finished = atomic_add_b32(counter, 1)
-                    fence_device()
-                    if finished == blocks - 1:
-                        store_b32(counter, 0)
-                    store_shared_b32(base + norm_at, finished)
+
+    return row_scores
+
+
+def scores_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_fence) -> Any:
+    """``moe_scores``; parameters as of ``router_kernel``."""
+    row_scores = _row_scores(tile, multiply, warps, fence)
+
+    def moe_scores(
+        x, norm, router, normed, scores, ids, m, pairs, dim, columns, eps, x_stride, normed_stride,
+        scores_stride,
+    ):  # fmt: skip
+        launch_dependents()
+        row_scores(
+            dynamic_shared(), x, norm, router, normed, scores, m, dim, columns, eps, x_stride,
+            normed_stride, scores_stride,
+        )  # fmt: skip
+        if block_x() == 0 and thread_x() < pairs:
+            store_b32(ids + thread_x() * 4, NOT_YET)
+
+    return moe_scores
+
+
+def router_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_fence) -> Any:
+    """``moe_router``, whose first ``warps`` warps ``multiply``.
+
+    (base, dim) → scores, the first warp's as those of the ``mma.sync`` form. ``fence`` comes
+    between what all threads wrote and the barrier before it.
+    """
+    norm_at, row_scores = tile.norm_at, _row_scores(tile, multiply, warps, fence)
+    route = row_route(tile.scores, load_l2_f32)
+
+    def moe_router(
+        x, norm, router, active, bias, normed, scores, ids, weights, counter, m, dim, columns,
+        experts, top_k, slots, use_sigmoid, normalize, eps, epsilon, scaling, x_stride,
+        normed_stride, scores_stride,
+    ):  # fmt: skip
+        launch_dependents()
+        base, lane, row = dynamic_shared(), lane_id(), i32(thread_x() >> 5)  # a warp's row
+        is_active = i32(0)
+        if active != 0:
+            is_active = load_b32(active + min(row, i32(m - 1)) * 4)
+        row_scores(
+            base, x, norm, router, normed, scores, m, dim, columns, eps, x_stride, normed_stride,
+            scores_stride,
+        )  # fmt: skip
+        blocks = num_blocks_x()
+        if row == 0:
+            sync_warp()
+            if lane == 0:
+                fence_device()
+                finished = atomic_add_b32(counter, 1)
+                fence_device()
+                if finished == blocks - 1:
+                    store_b32(counter, 0)
+                store_shared_b32(base + norm_at, finished)
         # A warp with nothing to multiply runs the choice before, on other numbers, for the
         # instruction cache: it is one and the same code.
-        turn = opaque(i32(1 if warp == warps else 0))
+        turn = opaque(i32(1 if row == warps else 0))
         while turn >= 0:
             number, own_scores, last = i32(0), i64(norm), i64(0)
             num_scores, num_choices, num_slots = min(experts, dim), i32(1), i32(0)
@@ -346,11 +397,12 @@ def router_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_
                 if columns > experts:
                     last = i64(own_scores + experts * 4)
                 num_scores, num_choices, num_slots = experts, top_k, slots
-                runs = warp < m and load_shared_b32(base + norm_at) == blocks - 1
+                runs = row < m and load_shared_b32(base + norm_at) == blocks - 1
             if runs:
                 route(
-                    row, number, own_scores, last, bias, ids, weights, num_scores, num_choices,
-                    num_slots, use_sigmoid, normalize, epsilon, scaling,
+                    i32(base + norm_at + 16 + row * 128), row, number, own_scores, last, bias, ids,
+                    weights, num_scores, num_choices, num_slots, use_sigmoid, normalize, epsilon,
+                    scaling,
                 )  # fmt: skip
             turn = i32(turn - 1)
 
@@ -377,3 +429,18 @@ def make_moe_router(tile: RouterTile) -> Any:
     in bytes. ``active`` is read before the wait.
     """
     return router_kernel(tile, _multiply(tile), 1)
+
+
+@kernel(
+    "moe_scores",
+    args=SCORES_ARGS,
+    threads=THREADS,
+    shared=lambda tile: tile.shared_bytes,
+    variants={name: (tile,) for name, tile in SCORES_TILES.items()},
+)
+def make_moe_scores(tile: RouterTile) -> Any:
+    """``moe_router`` without the choice, which ``moe_gate_up`` then makes.
+
+    Its ids, int32 [m, slots], ``pairs`` of them, are set to ``NOT_YET``.
+    """
+    return scores_kernel(tile, _multiply(tile), 1)

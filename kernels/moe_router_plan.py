@@ -21,7 +21,7 @@ class RouterTile:
         Vectors of 8 elements of a row that a lane has, a power of two, at most 16: then no thread
         of ``rmsnorm`` has two of them, and its sums are those of the vectors.
     scores : int
-        A row's scores that a lane has, a power of two.
+        A row's scores that a lane has, a power of two, or 0: without the choice.
     """
 
     vectors: int
@@ -60,9 +60,12 @@ ROUTER_TILES: dict[str, RouterTile] = {
 }
 """``moe_router_<variant>``, and for sm_90a ``moe_router_wgmma_<variant>``."""
 
+SCORES_TILES: dict[str, RouterTile] = {f"d{dim}": RouterTile(dim // 256, 0) for dim in (2048, 4096)}
+"""``moe_scores_<variant>`` and ``moe_scores_wgmma_<variant>``: norm and product alone."""
+
 
 def router_variant(rows: int, *, dim: int, experts: int, shared_bytes: int) -> str | None:
-    """The kernel for a number of rows, or None: then the three kernels that it stands for.
+    """The kernel for a number of rows, or None: then those that it stands for.
 
     Parameters
     ----------
@@ -70,13 +73,14 @@ def router_variant(rows: int, *, dim: int, experts: int, shared_bytes: int) -> s
     dim : int
         Of a row; 128 elements are a step of its loop.
     experts : int
-        Without the shared one.
+        Without the shared one; 0 for ``moe_scores``, which leaves the choice to ``moe_gate_up``.
     shared_bytes : int
         Dynamic shared memory that a thread block may have.
     """
     if rows > ROUTER_ROWS or dim % 128:
         return None
-    for name, tile in ROUTER_TILES.items():
+    tiles = ROUTER_TILES if experts else SCORES_TILES
+    for name, tile in tiles.items():
         if dim <= tile.dim and experts <= tile.experts and tile.shared_bytes <= shared_bytes:
             return name
     return None

@@ -9,8 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, i32, i64
-from atlas_kernels.moe_router import ARGS, THREADS, router_kernel
-from atlas_kernels.moe_router_plan import ROUTER_ROWS, ROUTER_TILES, RouterTile
+from atlas_kernels.moe_router import ARGS, SCORES_ARGS, THREADS, router_kernel, scores_kernel
+from atlas_kernels.moe_router_plan import (
+    ROUTER_ROWS,
+    ROUTER_TILES,
+    SCORES_TILES,
+    RouterTile,
+)
 from atlas_kernels.ptx_async import async_fence
 from atlas_kernels.ptx_wgmma import (
     descriptor,
@@ -58,3 +63,16 @@ def _multiply(tile: RouterTile) -> Any:
 def make_moe_router_wgmma(tile: RouterTile) -> Any:
     """Grid and arguments are those of ``moe_router``."""
     return router_kernel(tile, _multiply(tile), 4, async_fence)
+
+
+@kernel(
+    "moe_scores_wgmma",
+    args=SCORES_ARGS,
+    threads=THREADS,
+    shared=lambda tile: tile.shared_bytes,
+    arch="sm_90a",
+    variants={name: (tile,) for name, tile in SCORES_TILES.items()},
+)
+def make_moe_scores_wgmma(tile: RouterTile) -> Any:
+    """Grid and arguments are those of ``moe_scores``."""
+    return scores_kernel(tile, _multiply(tile), 4, async_fence)

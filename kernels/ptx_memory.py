@@ -42,6 +42,10 @@ load_constant_f32x4 = instruction("f4", "l", f"{_CONSTANT}.v4.f32 {{$0, $1, $2, 
 load_host_b32 = instruction("r", "l", "ld.relaxed.sys.global.b32 $0, [$1];")
 """A load of what the host has written, past L1."""
 
+load_device_b32 = instruction("r", "l", "ld.relaxed.gpu.global.b32 $0, [$1];")
+store_device_b32 = instruction("", "l r", "st.relaxed.gpu.global.b32 [$0], $1;")
+"""A load of what another thread block may be writing, past L1, and such a store."""
+
 load_stream_b32x4 = instruction("r4", "l", f"{_STREAM}.v4.b32 {{$0, $1, $2, $3}}, [$4];")
 """A stream load of 16 bytes."""
 

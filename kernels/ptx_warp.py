@@ -74,7 +74,8 @@ ballot = _collective(
 """A bit for each lane whose argument is not 0."""
 
 reduce_max_s32 = _collective("r", "r", f"redux.sync.max.s32 $0, $1, {_ALL};")
-"""Greatest int32 of the warp, in every lane: one instruction."""
+reduce_add_s32 = _collective("r", "r", f"redux.sync.add.s32 $0, $1, {_ALL};")
+"""Greatest int32 of the warp, or their sum, in every lane: one instruction."""
 
 _FLOATS = shared_buffer("atlas_warp_floats", 32 * 4)
 _KEYS = shared_buffer("atlas_warp_keys", 32 * 8)

@@ -29,6 +29,7 @@ WEIGHT_ARGUMENTS = {
     "rmsnorm_linear": (4,),
     "rmsnorm_linear_gated": (4,),
     "moe_experts": (2, 3),
+    "moe_block": (4, 13, 14),
     "embedding": (2,),
 }
 Call = tuple[str, int]

@@ -52,6 +52,7 @@ _FLOAT32 = {
     "mamba2_step": {"x", "b", "c", "decay_log", "d", "dt_bias", "states", "out"},
     "mamba2_prefill": {"x", "b", "c", "decay_log", "d", "dt_bias", "states", "out"},
     "moe_experts": {"weights"},
+    "moe_block": {"norm", "scores", "weights", "bias"},
 }  # fmt: skip
 _WITHOUT_GAPS = {"weights", "weight", "conv_weight", "table", "values"}
 _OLDER = {
@@ -61,6 +62,7 @@ _OLDER = {
     "rmsnorm": {"weight"},
     "layernorm": {"weight", "bias"},
     "moe_router": {"norm", "slots"},
+    "moe_block": {"norm", "slots", "bias"},
     "gated_delta_mixer_step": {"states", "tails", "decay_log", "dt_bias"},
     "rmsnorm_linear": {"norm"},
     "rmsnorm_linear_gated": {"norm"},
@@ -97,6 +99,9 @@ class BenchQueue:
         ]
         self.launched.append(kernel)
         self.bench.run(kernel, (grid[0], grid[1]), values)
+        if kernel.startswith("moe_gate_up"):
+            # It lets the next kernel start after its own wait: that one may read these.
+            self.bench.early(values[names.index("ids")])
 
     def scratch(self, nbytes: int, *, zeroed: bool = False) -> int:
         return self.bench.memory.put(np.full(nbytes, 0 if zeroed else 255, np.uint8))
@@ -122,7 +127,7 @@ class OnDevice:
     def put(self, name: str, value: Any) -> Any:
         """An argument on the device; what is no array stays."""
         if isinstance(value, HostMatrix):
-            return put_matrix(self.bench, [value], self.case.groups)
+            return put_matrix(self.bench, [value], self.case.groups_of(value))
         if not isinstance(value, np.ndarray):
             return value
         if id(value) not in self.arrays:

@@ -57,6 +57,8 @@ class Memory:
         raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
         self.starts.append(start)
         self.ends.append(start + raw.size)
+        while self.ends[-1] > self.data.size:
+            self.data = np.concatenate([self.data, np.full_like(self.data, 0xFF)])
         self.data[start : start + raw.size] = raw
         return _BASE + start
 
@@ -432,13 +434,14 @@ class _Block:
             self.copies.copy(active, places, data)
 
     def _agree(self, parts: list[str], operands: list[str], active: Array) -> None:
-        """One word for a warp: its votes, or its greatest value."""
+        """One word for a warp: its votes, its greatest value, or the sum."""
         warps_of(active)
         values, bits = self._read(operands[1]).reshape(-1, WARP), np.arange(WARP, dtype=np.uint64)
         if parts[0] == "vote":
             words = (values.astype(bool).astype(np.uint64) << bits).sum(axis=1)
         else:
-            words = raw_bits(typed(values, parts[3]).max(axis=1), parts[3])
+            combine = {"max": np.max, "add": np.sum}[parts[2]]
+            words = raw_bits(combine(typed(values, parts[3]), axis=1), parts[3])
         self._write(operands[0], np.repeat(words, WARP), active)
 
     def _bulk_copy(self, operands: list[str], active: Array) -> None:

@@ -252,7 +252,7 @@ class Experts:
         gate_up, down, shared_gate_up, shared_down = self.addresses
         source, ids_at = bench.put(x, "bf16", pad=8), bench.put_ints(ids)
         bench.early(ids_at)  # gate_up waited for whoever wrote them
-        weights_at = bench.early(bench.memory.put(weights))
+        weights_at = bench.memory.put(weights)
         act = bench.empty((rows * slots, INNER), "bf16").address
         args = [gate_up, shared_gate_up, source.address, ids_at, act, rows, slots, EXPERTS, DIM]
         bench.run(decode_kernels(variant)[0], (3, 1), [*args, INNER, source.stride])
@@ -443,7 +443,7 @@ def test_order_of_a_product(bench: Bench, variant: str) -> None:
         want = (want + products.sum(axis=1)).astype(np.float32)
     matrix, ids = bench.early(bench.put(w, "bf16").address), np.zeros((1, 1), np.int32)
     ids_at, weights = bench.memory.put(ids), bench.memory.put(np.ones((1, 1), np.float32))
-    bench.early(ids_at), bench.early(weights)
+    bench.early(ids_at)
     out = bench.empty((1, DIM), "bf16")
     args = [matrix, 0, ids_at, weights, bench.put(act, "bf16").address, 0, out.address, 1, 1, 1]
     grid = (DIM // UNIT, 1)
@@ -478,7 +478,7 @@ class Block:
         """The residual stream after the block."""
         bench, rows, ids = self.bench, len(x), np.zeros((len(x), 2), np.int32)
         scores_at, slots_at, ids_at = map(bench.memory.put, (scores, slots, ids))
-        weights_at = bench.early(bench.memory.put(ids.astype(np.float32)))
+        weights_at = bench.memory.put(ids.astype(np.float32))
         routed = (
             DeviceArray(ids_at, (rows, 2), "int32"),
             DeviceArray(weights_at, (rows, 2), "float32"),

@@ -33,6 +33,7 @@ ROUNDED_INSIDE = {
     "rmsnorm_linear_gated": 2e-2,
     "moe_experts": 2e-2,
     "moe_router": 1e-2,
+    "moe_block": 2e-2,
     "gated_delta_prefill": 2e-2,
     "mamba2_prefill": 2e-2,
 }

@@ -75,10 +75,21 @@ def test_an_op_may_launch_on_the_queue(loaded: LoadedModel) -> None:
 
 @pytest.mark.contract("circuit.set_forward")
 @pytest.mark.parametrize(
-    ("name", "times"), [("rmsnorm", 7), ("linear", 6), ("moe_route", 2), ("moe_router", 2)]
+    ("name", "times"),
+    [
+        ("rmsnorm", 7),
+        ("linear", 6),
+        ("moe_route", 2),
+        ("moe_router", 2),
+        ("moe_experts", 2),
+        ("moe_block", 2),
+    ],
 )
 def test_an_op_of_one_s_own_runs_where_another_stands_for_it(name: str, times: int) -> None:
-    """``moe_router`` is the other three; the model has three layers, two of them with experts."""
+    """``moe_router`` is the first three, ``moe_block`` it and ``moe_experts``.
+
+    The model has three layers, two of them with experts.
+    """
     from atlas.backends.cpu import linear, moe, norm
 
     module, calls = {"rmsnorm": norm, "linear": linear}.get(name, moe), []

@@ -24,6 +24,10 @@ class Case:
     groups: int = 1  # experts in a matrix argument
     extra: dict[str, Any] = field(default_factory=dict)
 
+    def groups_of(self, matrix: HostMatrix) -> int:
+        """Experts in a matrix; one that has a row for each is the router."""
+        return 1 if matrix.rows == self.groups else self.groups
+
 
 def _rng(*seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
@@ -668,10 +672,11 @@ def moe_router() -> Iterator[Case]:
 
 
 def _router_case(
-    rng: np.random.Generator, format: str, dim: int, experts: int, rows: int, scoring: str
-) -> Case:
+    rng: np.random.Generator, format: str, dim: int, experts: int, rows: int, scoring: str,
+    top_k: int = 3,
+) -> Case:  # fmt: skip
     """Choices so far apart that rounding changes none; a row of padding where there are three."""
-    router, top_k = random_matrix(rng, format, experts, dim), 3
+    router = random_matrix(rng, format, experts, dim)
     bias = _normal(rng, experts) / 4 if scoring == "sigmoid" else None
     x, norm = _normal(rng, rows, dim), (1 + _normal(rng, dim) / 4) * 2 / np.float32(dim**0.5)
     slots = np.arange(rows, dtype=np.int32)
@@ -688,6 +693,32 @@ def _router_case(
     written |= {"ids": np.full((rows, top_k), 9, np.int32), "weights": _nan(rows, top_k)}
     args = (x, norm, 1e-6, router, experts, True, scoring, bias, 1.5, 1, 1, slots)
     return Case(f"{format}-D{dim}-E{experts}-T{rows}-{scoring}", args, dict(written), written, 2e-5)
+
+
+def moe_block() -> Iterator[Case]:
+    inner, top_k = 64, 2
+    for n, (format, experts, rows, scoring, activation) in enumerate(
+        [
+            ("bf16", 3, 1, "softmax", "silu"),
+            ("bf16", 3, 3, "sigmoid", "silu"),
+            ("bf16", 6, 8, "softmax", "silu"),
+            ("f32", 5, 4, "sigmoid", "gelu_tanh"),
+            ("bf16", 3, 9, "softmax", "silu"),
+        ]
+    ):
+        rng, dim = _rng(26, n), 128
+        case = _router_case(rng, format, dim, experts, rows, scoring, top_k)
+        gate_up = random_matrix(rng, format, experts * 2 * inner, dim)
+        down, out = random_matrix(rng, format, experts * dim, inner), _normal(rng, rows, dim)
+        scratch = {
+            "expert_gate_up": _nan(rows, top_k, 2 * inner),
+            "expert_activated": _nan(rows, top_k, inner),
+            "expert_out": _nan(rows, top_k, dim),
+        }
+        written = case.written | {"out": out}
+        args = (*case.args, gate_up, down, activation)
+        name = f"{case.id}-{activation}"
+        yield Case(name, args, scratch | written, written, 2e-5, groups=experts)
 
 
 def moe_experts() -> Iterator[Case]:

@@ -48,7 +48,7 @@ def _run(call: Any, case: cases.Case, packed: bool) -> dict[str, np.ndarray]:
     kwargs = {key: _clone(value, copies) for key, value in case.kwargs.items()}
     written = {key: _clone(value, copies) for key, value in case.written.items()}
     if packed:
-        args = tuple(pack([a], case.groups) if isinstance(a, HostMatrix) else a for a in args)
+        args = tuple(pack([a], case.groups_of(a)) if isinstance(a, HostMatrix) else a for a in args)
     call(*args, **kwargs)
     return written
 

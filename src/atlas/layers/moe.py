@@ -63,8 +63,28 @@ class Moe:
 
     def forward(self, ops: Any, step: StepBuffers) -> None:
         """Add the block's output to ``step.hidden``."""
+        if self.latent is None:
+            scratch, out = self._scratch(step), step.hidden
+            ops.moe_block(
+                *self._router(step), *self._experts(), **self._routed(step), **scratch, out=out
+            )
+        else:
+            ops.moe_router(*self._router(step), **self._routed(step))
+            self.latent.inward.forward(ops, step.normed, step.latent)
+            ops.zero(out=step.latent_sum)
+            gate_up, down, *others = self._experts()
+            ops.moe_experts(
+                step.latent, gate_up, down, step.expert_ids, step.expert_weights, *others,
+                **self._scratch(step), out=step.latent_sum,
+            )  # fmt: skip
+            self.latent.outward.add_to(ops, step.latent_sum, step.hidden)
+        if self.shared is not None and not self.shared.joins:
+            self.shared.add_to(ops, self.activation, step)
+
+    def _router(self, step: StepBuffers) -> tuple[Any, ...]:
+        """What ``moe_router`` reads."""
         sizes = self.sizes
-        ops.moe_router(
+        return (
             step.hidden,
             self.norm,
             self.norm_eps,
@@ -77,35 +97,31 @@ class Moe:
             sizes.num_groups,
             sizes.top_groups,
             step.slots,  # rows of padding read no experts
-            normed=step.normed,
-            scores=step.router,
-            ids=step.expert_ids,
-            weights=step.expert_weights,
         )
-        if self.latent is None:
-            self._experts(ops, step, step.normed, step.hidden)
-        else:
-            self.latent.inward.forward(ops, step.normed, step.latent)
-            ops.zero(out=step.latent_sum)
-            self._experts(ops, step, step.latent, step.latent_sum)
-            self.latent.outward.add_to(ops, step.latent_sum, step.hidden)
-        if self.shared is not None and not self.shared.joins:
-            self.shared.add_to(ops, self.activation, step)
 
-    def _experts(self, ops: Any, step: StepBuffers, x: Array, out: Array) -> None:
-        """Add each row's experts, from x [T, Z], to ``out`` [T, Z]."""
+    def _routed(self, step: StepBuffers) -> dict[str, Array]:
+        """What it writes."""
+        return {
+            "normed": step.normed,
+            "scores": step.router,
+            "ids": step.expert_ids,
+            "weights": step.expert_weights,
+        }
+
+    def _experts(self) -> tuple[Any, ...]:
+        """The experts' matrices and their activation, as ``moe_block`` has them."""
         shared = self.shared if self.shared is not None and self.shared.joins else None
-        ops.moe_experts(
-            x,
+        return (
             self.gate_up,
             self.down,
-            step.expert_ids,
-            step.expert_weights,
             self.activation,
             None if shared is None else shared.gate_up.matrices[0],
             None if shared is None else shared.down.matrices[0],
-            expert_gate_up=step.expert_gate_up,
-            expert_activated=step.expert_activated,
-            expert_out=step.expert_out,
-            out=out,
         )
+
+    def _scratch(self, step: StepBuffers) -> dict[str, Array]:
+        return {
+            "expert_gate_up": step.expert_gate_up,
+            "expert_activated": step.expert_activated,
+            "expert_out": step.expert_out,
+        }

@@ -233,6 +233,93 @@ def moe_experts(
     moe_combine(expert_out, ids, weights, out=out)
 
 
+@op
+def moe_block(
+    x: Float,
+    norm: Float,
+    norm_eps: float,
+    router: HostMatrix,
+    num_experts: int,
+    normalize: bool,
+    scoring: Scoring,
+    bias: Float | None,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+    slots: Int | None,
+    gate_up: HostMatrix,
+    down: HostMatrix,
+    activation: str,
+    shared_gate_up: HostMatrix | None = None,
+    shared_down: HostMatrix | None = None,
+    *,
+    normed: Float,
+    scores: Float,
+    ids: Int,
+    weights: Float,
+    expert_gate_up: Float,
+    expert_activated: Float,
+    expert_out: Float,
+    out: Float,
+) -> None:
+    """A block of experts: :func:`moe_router`, then :func:`moe_experts` of what it normalised.
+
+    With the bits of these two. Parameters are theirs; ``out`` may be ``x``, and is read and updated
+    after it.
+    """
+    moe_router(
+        x, norm, norm_eps, router, num_experts, normalize, scoring, bias, scale, num_groups,
+        top_groups, slots, normed=normed, scores=scores, ids=ids, weights=weights,
+    )  # fmt: skip
+    moe_experts(
+        normed, gate_up, down, ids, weights, activation, shared_gate_up, shared_down,
+        expert_gate_up=expert_gate_up, expert_activated=expert_activated, expert_out=expert_out,
+        out=out,
+    )  # fmt: skip
+
+
+def block_in_parts(
+    functions: Mapping[str, Callable[..., None]],
+    queue: Any,
+    x: Any,
+    norm: Any,
+    norm_eps: float,
+    router: Any,
+    num_experts: int,
+    normalize: bool,
+    scoring: Scoring,
+    bias: Any,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+    slots: Any,
+    gate_up: Any,
+    down: Any,
+    activation: str,
+    shared_gate_up: Any = None,
+    shared_down: Any = None,
+    *,
+    normed: Any,
+    scores: Any,
+    ids: Any,
+    weights: Any,
+    expert_gate_up: Any,
+    expert_activated: Any,
+    expert_out: Any,
+    out: Any,
+) -> None:
+    """A backend's :func:`moe_block` as calls of the ops that it stands for."""
+    functions["moe_router"](
+        queue, x, norm, norm_eps, router, num_experts, normalize, scoring, bias, scale, num_groups,
+        top_groups, slots, normed=normed, scores=scores, ids=ids, weights=weights,
+    )  # fmt: skip
+    functions["moe_experts"](
+        queue, normed, gate_up, down, ids, weights, activation, shared_gate_up, shared_down,
+        expert_gate_up=expert_gate_up, expert_activated=expert_activated, expert_out=expert_out,
+        out=out,
+    )  # fmt: skip
+
+
 def moe_linear(
     x: Float, weight: HostMatrix, ids: Int, shared: HostMatrix | None = None, *, out: Float
 ) -> None:

@@ -12,18 +12,20 @@ from typing import Any
 from atlas.errors import CapabilityError
 from atlas.ops import OPS
 from atlas.ops.attention import step_then_gate
-from atlas.ops.moe import router_in_parts
+from atlas.ops.moe import block_in_parts, router_in_parts
 from atlas.ops.norm_linear import PRODUCTS, norm_then
 
+_ROUTER_PARTS = ("rmsnorm", "linear", "moe_route")
 _PARTS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "attention_step_gated": (step_then_gate, ("attention_step", "sigmoid_gate")),
-    "moe_router": (router_in_parts, ("rmsnorm", "linear", "moe_route")),
+    "moe_router": (router_in_parts, _ROUTER_PARTS),
+    "moe_block": (block_in_parts, ("moe_router", "moe_experts", *_ROUTER_PARTS)),
     **{
         fused: (partial(norm_then, product), ("rmsnorm", product))
         for fused, product in PRODUCTS.items()
     },
 }
-"""Ops that stand for others: how they call those, and which."""
+"""Ops that stand for others: how they call those, and which, with what those stand for."""
 
 
 def implementations(backend: str) -> dict[str, Callable[..., Any]]:

@@ -399,6 +399,9 @@ def _run(name: str, definition: Callable[..., Any], given: dict[str, Any]) -> No
         flat = out.reshape(gate.shape)
         _run("sigmoid_gate", OPS["sigmoid_gate"], {"x": flat, "gate": gate, "out": flat})
         return
+    if name == "moe_block":
+        _run_block(given)
+        return
     if name in PRODUCTS:  # the norm is rounded before it is read
         given = dict(given)
         x, norm, eps, normed = (given.pop(key) for key in ("x", "norm", "eps", "normed"))
@@ -426,6 +429,14 @@ def _run(name: str, definition: Callable[..., Any], given: dict[str, Any]) -> No
             definition(**values)
     for item in held.values():
         item.write()
+
+
+def _run_block(given: dict[str, Any]) -> None:
+    """What was normalised is rounded before experts read it."""
+    for part, changed in (("moe_router", {}), ("moe_experts", {"x": given["normed"]})):
+        parameters = inspect.signature(OPS[part]).parameters
+        found = {key: given[key] for key in parameters if key in given}
+        _run(part, OPS[part], found | changed)
 
 
 class _Held:

@@ -70,6 +70,10 @@ def test_step_rows_have_their_output_gate_in_attention(
     if a_layer:
         ends = [i for i, name in enumerate(names) if name.startswith("moe_down")]
         assert [end - begin for begin, end in pairwise(ends)] == [a_layer, a_layer]
+        blocks = [name for name in names if name.startswith("moe")]
+        rows = "r1" if a_layer == 6 else "r8"
+        block = ("moe_scores_wgmma_d2048", f"moe_gate_up_bf16_{rows}_e128")
+        assert blocks == [*block, f"moe_down_bf16_{rows}"] * 3, "the experts' first kernel chooses"
 
 
 @pytest.mark.parametrize(

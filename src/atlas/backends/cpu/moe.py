@@ -11,7 +11,7 @@ from atlas.backends.cpu.norm import rmsnorm
 from atlas.backends.cpu.pack import PackedMatrix
 from atlas.errors import CapabilityError, ShapeError
 from atlas.ops.check import match_dims, require_contiguous
-from atlas.ops.moe import SCORINGS, Scoring, router_in_parts
+from atlas.ops.moe import SCORINGS, Scoring, block_in_parts, router_in_parts
 
 
 def moe_route(
@@ -91,6 +91,9 @@ def moe_experts(
         gates[activation](queue, both, out=activated)
     moe_linear(queue, expert_activated, down, ids, out=expert_out)
     moe_combine(queue, expert_out, ids, weights, out=out)
+
+
+moe_block = partial(block_in_parts, {"moe_router": moe_router, "moe_experts": moe_experts})
 
 
 def _require_apart(shared: object) -> None:

@@ -1,8 +1,8 @@
 """Mixture of experts: launches.
 
-Up to eight rows norm, router and choice are one kernel, and each chosen expert's weights are read
-once, straight for the rows that chose it; more rows are sorted by expert first. Both sum in one
-order.
+Up to eight rows norm and router are one kernel, and each chosen expert's weights are read once,
+straight for the rows that chose it, by two kernels of which the first makes the choice; more rows
+are sorted by expert first. Both sum in one order.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from atlas_kernels.moe_plan import (
     decode_variant,
     grouped_variant,
     route_variant,
+    routed_kernel,
     wgmma_variant,
 )
 from atlas_kernels.moe_router_plan import ROUTER_COLUMNS, router_variant
@@ -32,7 +33,7 @@ from atlas.backends.cuda.linear import linear
 from atlas.backends.cuda.norm import rmsnorm
 from atlas.backends.cuda.pack import DeviceMatrix
 from atlas.errors import ShapeError
-from atlas.ops.moe import Scoring, router_in_parts
+from atlas.ops.moe import Scoring, block_in_parts, router_in_parts
 
 _LARGE_SM, _SMALL_SM = (9, 0), (12, 0)  # from and below: thread blocks of up to 227 KB
 _SHARED_BYTES, _LEAST_SHARED_BYTES = 227 * 1024, 99 * 1024  # there, and on every GPU since sm_80
@@ -100,8 +101,7 @@ def moe_router(
     _check_choice(rows, num_experts, scoring, bias, num_groups, top_groups, slots, ids, weights)
     variant = None
     if rows <= _AT_ONCE_ROWS and _is_routed_at_once(x, norm, router, normed, scores):
-        is_large = _LARGE_SM <= queue.device.capability < _SMALL_SM
-        room = _SHARED_BYTES if is_large else _LEAST_SHARED_BYTES
+        room = _SHARED_BYTES if _is_large(queue) else _LEAST_SHARED_BYTES
         variant = router_variant(rows, dim=dim, experts=num_experts, shared_bytes=room)
     if variant is None:
         parts: dict[str, Callable[..., None]]
@@ -119,9 +119,19 @@ def moe_router(
     args += (normed, scores, ids, weights, counter, rows, dim, router.rows, num_experts, top_k)
     args += (ids.shape[1], int(scoring == "sigmoid"), int(normalize), norm_eps, _EPSILON, scale)
     args += (x.strides[0], normed.strides[0], scores.strides[0])
-    is_wgmma = queue.device.arch == "sm_90a" and num_experts <= _WGMMA_EXPERTS
-    name = f"moe_router_{'wgmma_' if is_wgmma else ''}{variant}"
+    name = f"moe_router_{_form(queue, num_experts)}{variant}"
     queue.launch(name, (-(-router.rows // ROUTER_COLUMNS), 1), args, router)
+
+
+def _is_large(queue: Queue) -> bool:
+    """Whether thread blocks may have 227 KB: then there are decode kernels."""
+    return _LARGE_SM <= queue.device.capability < _SMALL_SM
+
+
+def _form(queue: Queue, num_experts: int) -> str:
+    """In a router kernel's name: how it multiplies."""
+    is_wgmma = queue.device.arch == "sm_90a" and num_experts <= _WGMMA_EXPERTS
+    return "wgmma_" if is_wgmma else ""
 
 
 def _is_routed_at_once(
@@ -151,6 +161,141 @@ def moe_experts(
     expert_out: DeviceArray,
     out: DeviceArray,
 ) -> None:
+    sizes = _check_experts(
+        x, gate_up, down, ids, weights, activation, shared_gate_up, shared_down, expert_activated,
+        expert_out, out,
+    )  # fmt: skip
+    rows, slots, dim, inner, experts = sizes
+    act, weight, second = expert_activated, gate_up.data, down.data
+    last_up: Argument = 0 if shared_gate_up is None else shared_gate_up.data
+    last_down: Argument = 0 if shared_down is None else shared_down.data
+    variant = None
+    if _is_large(queue):
+        variant = decode_variant(rows, dim=dim, inner=inner, slots=slots)
+    if variant is not None:
+        args: Args = (weight, last_up, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
+        kernels, (wide, narrow) = decode_kernels(variant), _decode_grids(queue, variant, dim)
+        queue.launch(kernels[0], wide, args)
+        args = (second, last_down, ids, weights, act, out, out, rows, slots, experts, dim, inner)
+        queue.launch(kernels[1], narrow, (*args, *out.strides[:1] * 2))
+        return
+    groups = experts + (shared_down is not None)
+    hopper = wgmma_variant(rows, experts=groups, slots=slots)
+    if hopper is None or queue.device.arch != "sm_90a":
+        variant = grouped_variant(rows, experts=experts, slots=slots)
+        tile = GROUPED_TILES[variant]
+        order, tiles, count = _sort(queue, ids, groups, tile.rows)
+        args = (weight, last_up, x, order, tiles, act, experts, slots, dim, inner, x.strides[0])
+        queue.launch(f"moe_grouped_gate_up_bf16_{variant}", (inner // 64, count), args)
+        args = (second, last_down, act, order, tiles, expert_out, experts, dim, inner)
+        queue.launch(f"moe_grouped_down_bf16_{variant}", (dim // 128, count), args)
+    else:
+        wgmma = WGMMA_TILES[hopper]
+        order, tiles, count = _sort(queue, ids, groups, wgmma.rows)
+        grid = (queue.device.num_sms, 1)
+        maps = (_map(queue, gate_up), _map(queue, shared_gate_up))
+        args = (*maps, x, order, tiles, act, count, experts, slots, dim, inner, x.strides[0])
+        matrices = (gate_up, down, shared_gate_up, shared_down)
+        queue.launch(f"moe_grouped_wgmma_gate_up_bf16_{hopper}", grid, args, matrices)
+        maps = (_map(queue, down), _map(queue, shared_down))
+        act_map = queue.tensor_map(act, (ROW_BOX, 64), shape=(rows * slots, inner))
+        args = (*maps, act_map, order, tiles, expert_out, count, experts, dim, inner)
+        queue.launch(f"moe_grouped_wgmma_down_bf16_{hopper}", grid, args, (act, *matrices))
+    args = (expert_out, ids, weights, out, out, slots, dim, out.strides[0], out.strides[0])
+    queue.launch("moe_combine", (rows, -(-dim // _COMBINE_COLUMNS)), args)
+
+
+def moe_block(
+    queue: Queue,
+    x: DeviceArray,
+    norm: DeviceArray,
+    norm_eps: float,
+    router: DeviceMatrix,
+    num_experts: int,
+    normalize: bool,
+    scoring: Scoring,
+    bias: DeviceArray | None,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+    slots: DeviceArray | None,
+    gate_up: DeviceMatrix,
+    down: DeviceMatrix,
+    activation: str,
+    shared_gate_up: DeviceMatrix | None = None,
+    shared_down: DeviceMatrix | None = None,
+    *,
+    normed: DeviceArray,
+    scores: DeviceArray,
+    ids: DeviceArray,
+    weights: DeviceArray,
+    expert_gate_up: DeviceArray,
+    expert_activated: DeviceArray,
+    expert_out: DeviceArray,
+    out: DeviceArray,
+) -> None:
+    (rows, dim), (_, choices, inner) = x.shape, expert_activated.shape
+    router_kernel, variant, kernel = None, None, None
+    if _is_large(queue) and _is_routed_at_once(x, norm, router, normed, scores):
+        router_kernel = router_variant(rows, dim=dim, experts=0, shared_bytes=_SHARED_BYTES)
+        variant = decode_variant(rows, dim=dim, inner=inner, slots=choices)
+    joins = router.rows > num_experts
+    if router_kernel and variant and joins == (shared_gate_up is not None):
+        kernel = routed_kernel(variant, num_experts)
+    if variant is None or kernel is None:
+        parts: dict[str, Callable[..., None]]
+        parts = {"moe_router": moe_router, "moe_experts": moe_experts}
+        block_in_parts(
+            parts, queue, x, norm, norm_eps, router, num_experts, normalize, scoring, bias, scale,
+            num_groups, top_groups, slots, gate_up, down, activation, shared_gate_up, shared_down,
+            normed=normed, scores=scores, ids=ids, weights=weights, expert_gate_up=expert_gate_up,
+            expert_activated=expert_activated, expert_out=expert_out, out=out,
+        )  # fmt: skip
+        return
+    match("float32", f"{dim}", norm, f"{rows} {router.rows}", scores)
+    match("bfloat16", f"{rows} {dim}", x)
+    _check_choice(rows, num_experts, scoring, bias, num_groups, top_groups, slots, ids, weights)
+    *_, experts = _check_experts(
+        normed, gate_up, down, ids, weights, activation, shared_gate_up, shared_down,
+        expert_activated, expert_out, out,
+    )  # fmt: skip
+    require(experts == num_experts, "experts", experts, f"the router's {num_experts}")
+    args: Args = (x, norm, router.data, normed, scores, ids, rows, rows * choices, dim)
+    args += (router.rows, norm_eps, x.strides[0], normed.strides[0], scores.strides[0])
+    name = f"moe_scores_{_form(queue, num_experts)}{router_kernel}"
+    queue.launch(name, (-(-router.rows // ROUTER_COLUMNS), 1), args, router)
+    act, (wide, narrow) = expert_activated, _decode_grids(queue, variant, dim)
+    args = (gate_up.data, 0 if shared_gate_up is None else shared_gate_up.data, normed, scores)
+    args += (0 if bias is None else bias, 0 if slots is None else slots, ids, weights, act, rows)
+    args += (choices, experts, dim, inner, router.rows, choices - joins)
+    args += (int(scoring == "sigmoid"), int(normalize), _EPSILON, scale)
+    queue.launch(kernel, wide, (*args, normed.strides[0], scores.strides[0]))
+    args = (down.data, 0 if shared_down is None else shared_down.data, ids, weights, act, out, out)
+    args += (rows, choices, experts, dim, inner)
+    queue.launch(decode_kernels(variant)[1], narrow, (*args, *out.strides[:1] * 2))
+
+
+def _decode_grids(queue: Queue, variant: str, dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of ``moe_gate_up`` and of ``moe_down``."""
+    sms = queue.device.num_sms
+    wide, narrow = (tiles[variant].blocks_per_sm * sms for tiles in (GATE_UP_TILES, DOWN_TILES))
+    return (wide, 1), (min(narrow, dim // UNIT), 1)
+
+
+def _check_experts(
+    x: DeviceArray,
+    gate_up: DeviceMatrix,
+    down: DeviceMatrix,
+    ids: DeviceArray,
+    weights: DeviceArray,
+    activation: str,
+    shared_gate_up: DeviceMatrix | None,
+    shared_down: DeviceMatrix | None,
+    expert_activated: DeviceArray,
+    expert_out: DeviceArray,
+    out: DeviceArray,
+) -> tuple[int, int, int, int, int]:
+    """What the experts' kernels ask of their arguments; T, X, D, F, E."""
     sizes = match(
         "bfloat16", "T D", x, "T X F", expert_activated, "T X D", expert_out, "T D", out,
     )  # fmt: skip
@@ -166,52 +311,12 @@ def moe_experts(
         raise ShapeError(f"experts {gate_up.layout} and {down.layout} for {dim} and {inner}")
     if not is_aligned(16, x, out):
         raise ShapeError(f"rows of x {x} and out {out} must lie at multiples of 16 bytes")
-    act, weight, second = expert_activated, gate_up.data, down.data
-    last_up: Argument = 0
-    last_down: Argument = 0
     if shared_gate_up is not None and shared_down is not None:
         shapes = (shared_gate_up.rows, shared_gate_up.cols, shared_down.rows, shared_down.cols)
         formats = {matrix.format for matrix in (shared_gate_up, shared_down)}
         if shapes != (2 * inner, dim, dim, inner) or formats != {"bf16"}:
             raise ShapeError(f"a shared expert {shared_gate_up.layout}; allowed: one as the others")
-        last_up, last_down = shared_gate_up.data, shared_down.data
-    variant = None
-    if _LARGE_SM <= queue.device.capability < _SMALL_SM:
-        variant = decode_variant(rows, dim=dim, inner=inner, slots=slots)
-    if variant is not None:
-        args: Args = (weight, last_up, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
-        gate_up_kernel, down_kernel = decode_kernels(variant)
-        blocks = queue.device.num_sms * GATE_UP_TILES[variant].blocks_per_sm
-        queue.launch(gate_up_kernel, (blocks, 1), args)
-        args = (second, last_down, ids, weights, act, out, out, rows, slots, experts, dim, inner)
-        blocks = queue.device.num_sms * DOWN_TILES[variant].blocks_per_sm
-        grid = (min(blocks, dim // UNIT), 1)
-        queue.launch(down_kernel, grid, (*args, *out.strides[:1] * 2))
-        return
-    groups = experts + (shared_down is not None)
-    wide = wgmma_variant(rows, experts=groups, slots=slots)
-    if wide is None or queue.device.arch != "sm_90a":
-        variant = grouped_variant(rows, experts=experts, slots=slots)
-        tile = GROUPED_TILES[variant]
-        order, tiles, count = _sort(queue, ids, groups, tile.rows)
-        args = (weight, last_up, x, order, tiles, act, experts, slots, dim, inner, x.strides[0])
-        queue.launch(f"moe_grouped_gate_up_bf16_{variant}", (inner // 64, count), args)
-        args = (second, last_down, act, order, tiles, expert_out, experts, dim, inner)
-        queue.launch(f"moe_grouped_down_bf16_{variant}", (dim // 128, count), args)
-    else:
-        wgmma = WGMMA_TILES[wide]
-        order, tiles, count = _sort(queue, ids, groups, wgmma.rows)
-        grid = (queue.device.num_sms, 1)
-        maps = (_map(queue, gate_up), _map(queue, shared_gate_up))
-        args = (*maps, x, order, tiles, act, count, experts, slots, dim, inner, x.strides[0])
-        matrices = (gate_up, down, shared_gate_up, shared_down)
-        queue.launch(f"moe_grouped_wgmma_gate_up_bf16_{wide}", grid, args, matrices)
-        maps = (_map(queue, down), _map(queue, shared_down))
-        act_map = queue.tensor_map(act, (ROW_BOX, 64), shape=(rows * slots, inner))
-        args = (*maps, act_map, order, tiles, expert_out, count, experts, dim, inner)
-        queue.launch(f"moe_grouped_wgmma_down_bf16_{wide}", grid, args, (act, *matrices))
-    args = (expert_out, ids, weights, out, out, slots, dim, out.strides[0], out.strides[0])
-    queue.launch("moe_combine", (rows, -(-dim // _COMBINE_COLUMNS)), args)
+    return rows, slots, dim, inner, experts
 
 
 def _check_choice(
