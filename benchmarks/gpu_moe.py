@@ -141,7 +141,7 @@ class Runner:
         shape = self.shape
         args = [layer.address("down"), layer.address("shared_down"), ids.data_ptr()]
         args += [weights.data_ptr(), self.act.data_ptr(), residual.data_ptr(), out.data_ptr()]
-        args += [len(out), shape.slots, shape.experts, shape.dim, shape.inner]
+        args += [len(out), shape.slots, shape.experts, shape.dim, shape.inner, 1]
         args += [residual.stride(0) * 2, out.stride(0) * 2]
         blocks = min(shape.dim // UNIT, self._blocks(DOWN_TILES[name].blocks_per_sm))
         self.gpu.run(decode_kernels(name)[1], (blocks, 1), args)

@@ -89,8 +89,9 @@ from atlas_kernels.ptx_warp import (
     thread_x,
 )
 
-FEW_BLOCKS = 256
-"""Thread blocks up to which all run at once on a large GPU, with time before their turn."""
+FEW_BLOCKS = 132
+"""Thread blocks up to which a large GPU has one on each SM, with time before their turn. Two would
+go through the same code, and the second start when the kernel before leaves."""
 ALONE = 64
 """Thread blocks up to which what they read is little beside the product before."""
 LOG2_E = 1.4426950408889634

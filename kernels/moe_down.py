@@ -223,7 +223,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
 
 @kernel(
     "moe_down",
-    args="ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64 i64",
+    args="ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i32 i64 i64",
     threads=lambda tile: tile.threads,
     shared=lambda tile: tile.shared_bytes,
     min_blocks=lambda tile: tile.places,
@@ -235,20 +235,20 @@ def make_moe_down(tile: DecodeTile) -> Any:
 
     Arguments: the experts' [E, D, F] and the shared expert's [D, F] (or 0); ids int32 and weights
     float32 [m, slots]; act [m · slots, F]; residual (or 0) and out, bf16 [m, D], which may be the
-    same; m, slots, E, D, F; strides of residual and out in bytes. Ids are read
-    before the wait, again and again where they are ``NOT_YET``. A thread block takes 16 columns at
-    a time, a warp one expert of them.
+    same; m, slots, E, D, F; whether the kernel before may still be about to write ids; strides of
+    residual and out in bytes. Ids are read before the wait: if so, again and again while they are
+    ``NOT_YET``. A thread block takes 16 columns at a time, a warp one expert of them.
     """
     (start, finish), list_them = _parts(tile), list_experts(tile)
 
     def moe_down(
-        w, w_shared, ids, weights, act, residual, out, m, slots, experts, dim, inner,
+        w, w_shared, ids, weights, act, residual, out, m, slots, experts, dim, inner, is_awaited,
         residual_stride, out_stride,
     ):  # fmt: skip
         launch_dependents()
         base = dynamic_shared()
         begin(base)
-        expert = awaited_choices(base, ids, m, slots)
+        expert = awaited_choices(base, ids, m, slots, is_awaited)
         count = list_them(base, expert, m, slots, i32(experts if w_shared != 0 else -1))
         cursor = start(base, count, w, w_shared, m, slots, experts, dim, inner)
         finish(

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from atlas.backends.cuda.launch import carveout
+
 Array = np.ndarray[Any, Any]
 _TYPES = {
     "ptr": ctypes.c_int64,
@@ -88,13 +90,15 @@ class Gpu:
         config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = info.threads, 1, 1
         config.sharedMemBytes, config.hStream = info.dynamic_shared_bytes, self.stream.handle
-        config.attrs = self._attributes(info.cluster)
+        num_sms = self.device.properties.multiprocessor_count
+        share = carveout(info.dynamic_shared_bytes, math.prod(grid), num_sms)
+        config.attrs = self._attributes(info.cluster, share)
         config.numAttrs = len(config.attrs)
         values = tuple(v.item() if isinstance(v, np.generic) else v for v in args)
         types = tuple(_TYPES[kind] for _, kind in info.arguments)
         self._check(driver.cuLaunchKernelEx(config, function, (values, types), 0))
 
-    def _attributes(self, cluster: int) -> list[Any]:
+    def _attributes(self, cluster: int, share: int) -> list[Any]:
         identifiers, found = self.driver.CUlaunchAttributeID, []
         if self.device.compute_capability >= (9, 0):
             dependent = self.driver.CUlaunchAttribute()
@@ -107,6 +111,11 @@ class Gpu:
             size = together.value.clusterDim
             size.x, size.y, size.z = cluster, 1, 1
             found.append(together)
+        if share >= 0:
+            shared = self.driver.CUlaunchAttribute()
+            shared.id = identifiers.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            shared.value.sharedMemCarveout = share
+            found.append(shared)
         return found
 
     def tensor_map(

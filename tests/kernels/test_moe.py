@@ -257,7 +257,7 @@ class Experts:
         args = [gate_up, shared_gate_up, source.address, ids_at, act, rows, slots, EXPERTS, DIM]
         bench.run(decode_kernels(variant)[0], (3, 1), [*args, INNER, source.stride])
         args = [down, shared_down, ids_at, weights_at, act, out.address, out.address, rows, slots]
-        args += [EXPERTS, DIM, INNER, out.stride, out.stride]
+        args += [EXPERTS, DIM, INNER, 0, out.stride, out.stride]
         blocks = DIM // UNIT - 3  # some take two groups of columns
         bench.run(decode_kernels(variant)[1], (blocks, 1), args)
         return bench.get(out)
@@ -447,7 +447,7 @@ def test_order_of_a_product(bench: Bench, variant: str) -> None:
     out = bench.empty((1, DIM), "bf16")
     args = [matrix, 0, ids_at, weights, bench.put(act, "bf16").address, 0, out.address, 1, 1, 1]
     grid = (DIM // UNIT, 1)
-    bench.run(decode_kernels(variant)[1], grid, [*args, DIM, inner, 0, out.stride])
+    bench.run(decode_kernels(variant)[1], grid, [*args, DIM, inner, 0, 0, out.stride])
     close(bench.get(out)[0], want, "bf16", 1e-2)
     if hasattr(bench.memory, "constants"):  # a GPU sums the 16 products in a way of its own
         np.testing.assert_array_equal(bench.get(out)[0], rounded(want, "bf16"))

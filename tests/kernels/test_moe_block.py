@@ -70,7 +70,7 @@ class Block:
         x = bench.put(random.standard_normal((rows, DIM)).astype(np.float32), "bf16", pad=8)
         residual = random.standard_normal((rows, DIM)).astype(np.float32)
         out, act = bench.put(residual, "bf16", pad=8), bench.empty((pairs, INNER), "bf16")
-        ids = np.full((rows, self.slots), -7, np.int32)
+        ids = np.full((rows, self.slots), NOT_YET if routed else -7, np.int32)
         weights = np.full(ids.shape, np.nan, np.float32)
         ids_at, weights_at = bench.memory.put(ids), bench.memory.put(weights)
         source = bench.put(scores, "f32", pad=3)
@@ -95,7 +95,7 @@ class Block:
         bench.run(kernel, (3, 1), args)
         bench.early(ids_at)  # gate_up waited for whoever wrote them, or did so itself
         args = [v, v_shared, ids_at, weights_at, act.address, out.address, out.address, *sizes]
-        args += [out.stride, out.stride]
+        args += [int(routed), out.stride, out.stride]
         bench.run(decode_kernels(variant)[1], (DIM // UNIT - 3, 1), args)  # some take two groups
         results = [bench.memory.get(ids_at, ids), bench.memory.get(weights_at, weights)]
         return [*results, bench.get(act), bench.get(out)]

@@ -73,14 +73,14 @@ class FakeDriver:
 def test_a_launch_reaches_the_driver_as_its_abi_has_it() -> None:
     driver = FakeDriver(words=2)
     bits = struct.unpack("<I", struct.pack("<f", 0.5))[0]
-    driver.list.append_kernel("a", 0xF00, (3, 2, 1), 128, 4096, 2, True, (-5, bits))
-    driver.list.append_kernel("b", 0xF08, (1, 1, 1), 32, 0, 1, False, (0, 1 << 40))
+    driver.list.append_kernel("a", 0xF00, (3, 2, 1), 128, 4096, 2, True, 50, (-5, bits))
+    driver.list.append_kernel("b", 0xF08, (1, 1, 1), 32, 0, 1, False, -1, (0, 1 << 40))
     assert driver.list.run(STREAM) == (0, None)
     first, second = driver.launched
     assert first["grid"] == (3, 2, 1)
     assert first["block"] == (128, 1, 1)
     assert (first["shared"], first["stream"], first["function"]) == (4096, STREAM, 0xF00)
-    assert first["attributes"] == [(6, 1, 0, 0), (4, 2, 1, 1)]
+    assert first["attributes"] == [(6, 1, 0, 0), (4, 2, 1, 1), (14, 50, 0, 0)]
     assert struct.unpack("<i", first["words"][0][:4]) == (-5,)
     assert struct.unpack("<f", first["words"][1][:4]) == (0.5,)
     assert second["attributes"] == []
@@ -90,7 +90,7 @@ def test_a_launch_reaches_the_driver_as_its_abi_has_it() -> None:
 def test_entries_stay_right_while_the_list_grows() -> None:
     driver = FakeDriver(words=1)
     for i in range(100):
-        driver.list.append_kernel(f"k{i}", i + 1, (i + 1, 1, 1), 32, 0, 1, True, (i,))
+        driver.list.append_kernel(f"k{i}", i + 1, (i + 1, 1, 1), 32, 0, 1, True, -1, (i,))
     for _ in range(2):
         driver.launched.clear()
         assert driver.list.run(STREAM) == (0, None)
@@ -102,7 +102,7 @@ def test_entries_stay_right_while_the_list_grows() -> None:
 def test_a_failure_names_its_launch_and_ends_the_run() -> None:
     driver = FakeDriver(status=700, fails_at=1)
     for name in "abc":
-        driver.list.append_kernel(name, 1, (1, 1, 1), 32, 0, 1, False, ())
+        driver.list.append_kernel(name, 1, (1, 1, 1), 32, 0, 1, False, -1, ())
     assert driver.list.run(STREAM) == (700, "b")
     assert len(driver.launched) == 2
 
@@ -121,7 +121,7 @@ def test_products_and_calls_run_in_their_place() -> None:
     address = ctypes.cast(function, ctypes.c_void_p).value or 0
     driver.list.append_matmul(address, tuple(range(1, 16)))
     driver.list.append_call(own)
-    driver.list.append_kernel("k", 1, (1, 1, 1), 32, 0, 1, False, ())
+    driver.list.append_kernel("k", 1, (1, 1, 1), 32, 0, 1, False, -1, ())
     assert driver.list.run(STREAM) == (0, None)
     assert order == [("product", (*range(1, 16), STREAM)), ("own", STREAM)]
     assert len(driver.launched) == 1
@@ -143,7 +143,7 @@ def test_misuse_is_refused() -> None:
 
 def test_a_launch_is_patched() -> None:
     driver = FakeDriver(words=2)
-    driver.list.append_kernel("a", 0xF00, (3, 2, 1), 128, 0, 1, False, (1, 2))
+    driver.list.append_kernel("a", 0xF00, (3, 2, 1), 128, 0, 1, False, -1, (1, 2))
     driver.list.patch(0, 7, (-5, 1 << 40))
     assert driver.list.run(STREAM) == (0, None)
     assert driver.launched[0]["grid"] == (7, 1, 1)

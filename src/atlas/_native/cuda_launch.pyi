@@ -14,6 +14,7 @@ class CudaLaunchList:
         shared_bytes: int,
         cluster: int,
         dependent: bool,
+        carveout: int,
         args: tuple[int, ...],
     ) -> None: ...
     def patch(self, launch: int, num_blocks: int, args: tuple[int, ...]) -> None: ...

@@ -13,6 +13,7 @@ from atlas.errors import InvalidArgumentError, OutOfMemoryError, StaleHandleErro
 cdef enum:
     CLUSTER_DIMENSION = 4
     PROGRAMMATIC_STREAM_SERIALIZATION = 6
+    PREFERRED_SHARED_MEMORY_CARVEOUT = 14
 
 cdef enum:
     KERNEL = 0
@@ -37,7 +38,7 @@ ctypedef struct entry:
     int32_t kind
     void *function
     launch_config config
-    launch_attribute attributes[2]
+    launch_attribute attributes[3]
     int64_t num_words
     int64_t *words      # of the arguments
     void **pointers     # to each of them
@@ -123,7 +124,7 @@ cdef class CudaLaunchList:
 
     def append_kernel(
             self, str name, size_t function, tuple grid, int threads, int shared_bytes,
-            int cluster, bint dependent, tuple args):
+            int cluster, bint dependent, int carveout, tuple args):
         """Add a kernel launch.
 
         Parameters
@@ -136,6 +137,9 @@ cdef class CudaLaunchList:
         threads, shared_bytes, cluster : int
         dependent : bool
             It may start before the launch in front of it has ended (programmatic dependent launch).
+        carveout : int
+            Per cent of an SM's L1 and shared memory that are to be shared memory; negative: what
+            the function prefers.
         args : tuple of int
             The 64-bit words that begin with each argument's bytes.
         """
@@ -150,6 +154,8 @@ cdef class CudaLaunchList:
             self._attribute(item, PROGRAMMATIC_STREAM_SERIALIZATION, 1, 0, 0)
         if cluster > 1:
             self._attribute(item, CLUSTER_DIMENSION, cluster, 1, 1)
+        if carveout >= 0:
+            self._attribute(item, PREFERRED_SHARED_MEMORY_CARVEOUT, carveout, 0, 0)
 
     cdef void _attribute(self, entry *item, uint32_t id, uint32_t x, uint32_t y, uint32_t z):
         cdef launch_attribute *attribute = &item.attributes[item.config.num_attributes]

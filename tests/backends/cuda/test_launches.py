@@ -13,7 +13,7 @@ from atlas_kernels.attention_plan import DOWN_TO_OUTPUT, LOOP
 from atlas_kernels.registry import argument_names, load_table
 
 from atlas.backends.cuda.device import TensorMaps
-from atlas.backends.cuda.launch import Queue, Recording
+from atlas.backends.cuda.launch import Queue, Recording, carveout
 from atlas.layers.step import StepShape
 from atlas.ops.select import implementations
 from tests.backends.cuda.folders import write_cuda_hybrid
@@ -130,3 +130,10 @@ def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch, shape: StepShape) ->
         runtime.functions |= implementations("cuda")
         recording = runtime._record(core.network, core.buffers, runtime.padded(shape))
         return list(recording.launches)
+
+
+def test_kernels_that_take_long_have_l1() -> None:
+    """Those without dynamic shared memory, of so many blocks that none starts early anyway."""
+    assert carveout(0, 8 * 132 + 1, 132) == 50
+    assert carveout(0, 8 * 132, 132) == -1
+    assert carveout(16, 100_000, 132) == -1

@@ -8,6 +8,7 @@ does the same for a single launch, and runs it.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,6 +51,19 @@ class HostCall:
 
 
 Launch = KernelLaunch | MatmulLaunch | HostCall
+_LONG, _HALF = 8, 50
+
+
+def carveout(dynamic_shared_bytes: int, num_blocks: int, num_sms: int) -> int:
+    """Per cent of L1 and shared memory that are shared memory; −1: what all kernels prefer.
+
+    They prefer as much as there is, which leaves 28 KB of L1. All loads into registers pass through
+    it: too little for a kernel that has many on their way, as those without dynamic shared memory
+    may have. But with a share of its own, none of its thread blocks starts beside the kernel
+    before, so it is for those that take long: of more than eight blocks for each SM.
+    """
+    is_long = dynamic_shared_bytes == 0 and num_blocks > _LONG * num_sms
+    return _HALF if is_long else -1
 
 
 @dataclass(eq=False)
@@ -76,6 +90,7 @@ class Recording:
                     info.dynamic_shared_bytes,
                     info.cluster,
                     device.has_dependent_launch,
+                    carveout(info.dynamic_shared_bytes, math.prod(item.grid), device.num_sms),
                     packed_arguments(item.kernel, info.arguments, item.args),
                 )
             elif isinstance(item, MatmulLaunch):

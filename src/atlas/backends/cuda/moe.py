@@ -176,7 +176,7 @@ def moe_experts(
         args: Args = (weight, last_up, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
         kernels, (wide, narrow) = decode_kernels(variant), _decode_grids(queue, variant, dim)
         queue.launch(kernels[0], wide, args)
-        args = (second, last_down, ids, weights, act, out, out, rows, slots, experts, dim, inner)
+        args = (second, last_down, ids, weights, act, out, out, rows, slots, experts, dim, inner, 0)
         queue.launch(kernels[1], narrow, (*args, *out.strides[:1] * 2))
         return
     groups = experts + (shared_down is not None)
@@ -271,7 +271,7 @@ def moe_block(
     args += (int(scoring == "sigmoid"), int(normalize), _EPSILON, scale)
     queue.launch(kernel, wide, (*args, normed.strides[0], scores.strides[0]))
     args = (down.data, 0 if shared_down is None else shared_down.data, ids, weights, act, out, out)
-    args += (rows, choices, experts, dim, inner)
+    args += (rows, choices, experts, dim, inner, 1)
     queue.launch(decode_kernels(variant)[1], narrow, (*args, *out.strides[:1] * 2))
 
 
