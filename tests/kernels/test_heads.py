@@ -27,7 +27,8 @@ class Heads:
 
     @property
     def grid(self) -> tuple[int, int]:
-        return ROWS, -(-(self.queries + 2 * self.kv) // 4)
+        """A warp takes four heads of one kind, a thread block has four warps."""
+        return ROWS, -(-(-(-self.queries // 4) + 2 * -(-self.kv // 4)) // 4)
 
 
 SHAPES = [
@@ -35,6 +36,8 @@ SHAPES = [
     Heads(3, 3, 80, 40),
     Heads(2, 1, 96, 24),
     Heads(9, 3, 128, 64),
+    Heads(14, 2, 128, 64),
+    Heads(5, 5, 128, 32),
     Heads(1, 1, 256, 128),
     Heads(4, 2, 7, 3, "_scalar"),
     Heads(2, 2, 64, 32, "_scalar"),
