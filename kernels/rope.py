@@ -20,8 +20,9 @@ from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.kv_store import BLOCK_LEN, copy_heads, load_heads, pool_offset, store_heads
 from atlas_kernels.norm import head_factors, mean_factors
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
+from atlas_kernels.ptx_math import opaque
 from atlas_kernels.ptx_memory import load_b32
-from atlas_kernels.ptx_warp import block_x, block_y, lane_id, lanes, thread_x
+from atlas_kernels.ptx_warp import block_x, block_y, lane_id, lanes, shuffle_b32, thread_x
 from atlas_kernels.registry import kernel
 from atlas_kernels.tuples import each
 from atlas_kernels.vector import Access, access, row_variants
@@ -155,26 +156,60 @@ _NUMBERS = tuple(range(HEADS))
 
 
 @device
-def _addresses(first, last, step):
-    """Of ``HEADS`` heads; the head ``last`` stands in for those behind it."""
-    return _spread(_NUMBERS, _NUMBERS, (first, last, step))
+def _addresses(place, offset):
+    """Of a warp's heads, ``offset`` bytes on; the last one stands in for those that it lacks."""
+    first, last, step = place
+    step = opaque(step)  # else the compiler widens it once for all, and multiplies 64 bits
+    return _spread(_NUMBERS, _NUMBERS, (first + offset, last, step))
 
 
 @device
-def _heads_of(group, heads, kv_heads):
-    """(part, head, last) of a row's warp ``group``: q, k, v or none, the first head, how many more
-    the part has."""
-    q_groups = i32(i32(heads + HEADS - 1) >> _SHIFT)
-    kv_groups = i32(i32(kv_heads + HEADS - 1) >> _SHIFT)
-    part, first, end = i32(0), i32(group), heads
-    if first >= q_groups:
-        part, first, end = i32(1), i32(first - q_groups), kv_heads
-        if first >= kv_groups:
-            part, first = i32(2), i32(first - kv_groups)
-            if first >= kv_groups:
+def _share(warp, heads, kv_heads):
+    """(part, first head, how many more there are) of a row's ``warp``; the part is 0 for q, 1 for
+    k, 2 for v, 3 for none."""
+    q_warps = i32(i32(heads + HEADS - 1) >> _SHIFT)
+    kv_warps = i32(i32(kv_heads + HEADS - 1) >> _SHIFT)
+    part, index, end = i32(0), i32(warp), heads
+    if index >= q_warps:
+        part, index, end = i32(1), i32(index - q_warps), kv_heads
+        if index >= kv_warps:
+            part, index = i32(2), i32(index - kv_warps)
+            if index >= kv_warps:
                 part = i32(3)
-    first = i32(first * HEADS)
-    return part, first, i32(end - first - 1)
+    head = i32(index * HEADS)
+    return part, head, i32(end - head - 1)
+
+
+def _own_heads(rows: Access) -> Any:
+    """A device function: which heads a warp has, and where they are and go.
+
+    (row, slot, (q, k, v), their strides, pools, (heads, kv_heads, dim)) → (part, source, target):
+    the part as in ``_share``, of padding 3; places as ``_addresses`` takes them.
+    """
+    item = rows.item_bytes
+
+    @device
+    def own_heads(row, slot, arrays, strides, pools, sizes):
+        # A shuffle, so that the assembler knows of one way for all lanes.
+        warp = block_y() * (THREADS // 32) + shuffle_b32(thread_x() >> 5, 0)
+        heads, kv_heads, dim = sizes
+        part, head, last = _share(warp, heads, kv_heads)
+        base, stride, pool = arrays[0], strides[0], pools[0]
+        if part == 1:
+            base, stride = arrays[1], strides[1]
+        elif part == 2:
+            base, stride, pool = arrays[2], strides[2], pools[1]
+        step, apart = i32(dim * item), i32(1)
+        source = base + row * stride + i64(head) * i64(step)
+        target = source
+        if part > 0:
+            target = pool + pool_offset(slot, head, kv_heads, dim) * item
+            apart = i32(BLOCK_LEN)
+        if slot < 0:
+            part = i32(3)
+        return part, (source, last, step), (target, last, i32(step * apart))
+
+    return own_heads
 
 
 @kernel(
@@ -214,7 +249,7 @@ def make_rope_kv_store(rows: Access) -> Any:
     ``kv_store``. Grid (rows, ⌈(⌈H / ``HEADS``⌉ + 2 ⌈HK / ``HEADS``⌉) / 4⌉). k itself is left as it
     was. A row with a negative slot is padding and is skipped.
     """
-    item = rows.item_bytes
+    own_heads = _own_heads(rows)
     rotate, copy = rotate_heads(rows, HEADS), copy_heads(rows, HEADS)
 
     def rope_kv_store(
@@ -223,25 +258,14 @@ def make_rope_kv_store(rows: Access) -> Any:
     ):  # fmt: skip
         launch_dependents()
         wait_prerequisites()
-        row, group = i64(block_x()), block_y() * (THREADS // 32) + (thread_x() >> 5)
+        row = i64(block_x())
         slot, position = load_b32(slots + row * 4), load_b32(positions + row * 4)
-        part, head, last = _heads_of(group, heads, kv_heads)
-        if slot < 0 or part > 2:
+        arrays, strides, pools = (q, k, v), (q_stride, k_stride, v_stride), (k_pool, v_pool)
+        sizes = heads, kv_heads, dim
+        part, source, target = own_heads(row, slot, arrays, strides, pools, sizes)
+        if part > 2:
             return
-        base, stride, pool = q, q_stride, k_pool
-        if part == 1:
-            base, stride = k, k_stride
-        elif part == 2:
-            base, stride, pool = v, v_stride, v_pool
-        step = i32(dim * item)
-        source = base + row * stride + i64(head) * i64(step)
-        target, apart = source, i32(1)
-        if part > 0:
-            target = pool + pool_offset(slot, head, kv_heads, dim) * item
-            apart = i32(BLOCK_LEN)
-        target_step = i32(step * apart)
-        sources = _addresses(source, last, step)
-        targets = _addresses(target, last, target_step)
+        sources, targets = _addresses(source, 0), _addresses(target, 0)
         if part < 2:
             end = dim if part == 1 else i32(2 * half)
             rotate(sources, targets, table + i64(position) * half * 8, half, end)
@@ -263,9 +287,10 @@ def make_norm_rope_kv_store(rows: Access) -> Any:
 
     In float32 the bits are those of ``rmsnorm_heads`` and ``rope_kv_store`` one after the other; in
     bf16 this saves a rounding. Heads of 128 dimensions (``_scalar``: 64), all of them rotated, are
-    loaded once, before their row's slot is known; others a second time through L1.
+    loaded once; others a second time, from L1.
     """
     whole, item, width = 32 * rows.width, rows.item_bytes, rows.width
+    own_heads = _own_heads(rows)
     ask, rotate_whole = _whole_heads(rows, HEADS)
     rotate, copy = rotate_normed_heads(rows, HEADS), copy_heads(rows, HEADS)
 
@@ -275,32 +300,21 @@ def make_norm_rope_kv_store(rows: Access) -> Any:
     ):  # fmt: skip
         launch_dependents()
         wait_prerequisites()
-        row, group = i64(block_x()), block_y() * (THREADS // 32) + (thread_x() >> 5)
+        row = i64(block_x())
         slot, position = load_b32(slots + row * 4), load_b32(positions + row * 4)
-        part, head, last = _heads_of(group, heads, kv_heads)
-        if slot < 0 or part > 2:
+        arrays, strides, pools = (q, k, v), (q_stride, k_stride, v_stride), (k_pool, v_pool)
+        sizes = heads, kv_heads, dim
+        part, source, target = own_heads(row, slot, arrays, strides, pools, sizes)
+        if part > 2:
             return
-        base, stride, pool = q, q_stride, k_pool
-        if part == 1:
-            base, stride = k, k_stride
-        elif part == 2:
-            base, stride, pool = v, v_stride, v_pool
-        step = i32(dim * item)
-        source = base + row * stride + i64(head) * i64(step)
-        target, apart = source, i32(1)
-        if part > 0:
-            target = pool + pool_offset(slot, head, kv_heads, dim) * item
-            apart = i32(BLOCK_LEN)
-        target_step = i32(step * apart)
         angles, weight = table + i64(position) * half * 8, q_weight if part == 0 else k_weight
         if part < 2 and half == whole and dim == 2 * whole:
             at = lane_id() * (width * item)
-            pairs = ask(_addresses(source + at, last, step))
-            targets = _addresses(target + at, last, target_step)
+            pairs = ask(_addresses(source, at))
+            targets = _addresses(target, at)
             rotate_whole(pairs, targets, weight, angles, eps)
         else:
-            sources = _addresses(source, last, step)
-            targets = _addresses(target, last, target_step)
+            sources, targets = _addresses(source, 0), _addresses(target, 0)
             if part < 2:
                 rotate(sources, targets, weight, angles, half, dim, eps)
             else:
