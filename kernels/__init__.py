@@ -6,7 +6,8 @@ is missing. Compiling needs numba-cuda and nvJitLink (the extra ``cuda``) and no
 
 - ``registry``: ``@kernel`` declarations and the table of them; ``register`` for one's own
 - ``build``, ``cache``, ``manifest``: Python → LLVM IR → PTX → cubin, kept on disk, with its record
-- ``ptx`` and ``ptx_*``: the intrinsic vocabulary; ``vector``: activations of several types
+- ``ptx`` and ``ptx_*``: the intrinsic vocabulary; ``vector``: activations of several types;
+  ``tuples``: several things side by side
 - ``norm``, ``rope``, ``activation``, …: the kernels, in files named like those of ``atlas.ops``
 
 Every kernel takes addresses, sizes and strides in bytes; its docstring states the grid. It starts

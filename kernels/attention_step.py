@@ -55,7 +55,7 @@ from atlas_kernels.ptx_warp import (
     thread_x,
 )
 from atlas_kernels.registry import kernel
-from atlas_kernels.rope import WIDTH, rotate_head, rotate_normed_head
+from atlas_kernels.rope import WIDTH, rotate_heads, rotate_normed_heads
 from atlas_kernels.vector import access
 
 _SINK_BYTES = 4 * THREADS
@@ -101,7 +101,7 @@ def _copied_rows(dim: int, tiles: int) -> tuple[Any, Any]:
     q_at, keys_at, values_at = queries_at(dim), _keys_at(dim, tiles), _values_at(dim, tiles)
     sink_at = _sink_at(dim, tiles)
     copy_queries, copied = queries_copy(dim), copy_wait(0)
-    rotate, rotate_normed = rotate_head(_SHARED), rotate_normed_head(_SHARED)
+    rotate, rotate_normed = rotate_heads(_SHARED), rotate_normed_heads(_SHARED)
 
     @device
     def touch(base, source, num_bytes):
@@ -149,9 +149,9 @@ def _copied_rows(dim: int, tiles: int) -> tuple[Any, Any]:
                 norm = fresh[3]
             angles = fresh[4] + i64(position + token) * half * 8
             if norm != 0:
-                rotate_normed(at, at, norm, angles, half, dim, fresh[9])
+                rotate_normed((at,), (at,), norm, angles, half, dim, fresh[9])
             else:
-                rotate(at, at, angles, half, 2 * half)
+                rotate((at,), (at,), angles, half, 2 * half)
             item = i32(item + (num_threads_x() >> 5))
         sync_threads()
 

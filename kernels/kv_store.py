@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from atlas_kernels._cuda import device, i64
+from atlas_kernels._cuda import device, i32, i64
 from atlas_kernels.ptx_async import launch_dependents, wait_prerequisites
 from atlas_kernels.ptx_memory import load_b32
 from atlas_kernels.ptx_warp import block_x, block_y, lane_id, thread_x
 from atlas_kernels.registry import kernel
+from atlas_kernels.tuples import each
 from atlas_kernels.vector import Access, row_variants
 
 BLOCK_LEN = 16
@@ -39,14 +40,40 @@ def pool_offset(slot, head, kv_heads, dim):
     return ((block * kv_heads + head) * BLOCK_LEN + offset) * dim
 
 
-def copy_head(rows: Access) -> Any:
-    """A device function: a warp copies a head."""
-    load, store, item, width = rows.load, rows.store, rows.item_bytes, rows.width
+def load_heads(rows: Access, count: int) -> Any:
+    """A device function: (addresses, bytes from there) → a vector of each of ``count`` heads."""
+    load = rows.load
+    loads = each(count, device(lambda source, _, at: load(source + at)))
+    return device(lambda sources, at: loads(sources, sources, at))
+
+
+def store_heads(rows: Access, count: int) -> Any:
+    """A device function: (addresses, vectors, bytes from there)."""
+    store = rows.store
 
     @device
-    def copy(source, target, dim):
-        for i in range(lane_id() * width, dim, 32 * width):
-            store(target + i * item, load(source + i * item))
+    def store_one(target, values, at):
+        store(target + at, values)
+        return 0
+
+    return each(count, store_one)
+
+
+def copy_heads(rows: Access, count: int) -> Any:
+    """A device function: a warp copies ``count`` heads, two vectors a lane of each at a time."""
+    load, store = load_heads(rows, count), store_heads(rows, count)
+    item, width = rows.item_bytes, rows.width
+
+    @device
+    def copy(sources, targets, dim):
+        i = i32(lane_id() * width)
+        while i < dim:
+            other = i32(i + 32 * width)
+            other = i if other >= dim else other  # or the same once more
+            first, second = load(sources, i * item), load(sources, other * item)
+            store(targets, first, i * item)
+            store(targets, second, other * item)
+            i = i32(i + 64 * width)
 
     return copy
 
@@ -63,7 +90,7 @@ def make_kv_store(rows: Access) -> Any:
     Grid (rows, ⌈HK / 4⌉).
     """
     item = rows.item_bytes
-    copy = copy_head(rows)
+    copy = copy_heads(rows, 2)
 
     def kv_store(k, v, slots, k_pool, v_pool, kv_heads, dim, k_stride, v_stride):
         launch_dependents()
@@ -73,7 +100,7 @@ def make_kv_store(rows: Access) -> Any:
         if slot >= 0 and head < kv_heads:
             at = pool_offset(slot, head, kv_heads, dim) * item
             offset = i64(head) * dim * item
-            copy(k + block_x() * k_stride + offset, k_pool + at, dim)
-            copy(v + block_x() * v_stride + offset, v_pool + at, dim)
+            sources = k + block_x() * k_stride + offset, v + block_x() * v_stride + offset
+            copy(sources, (k_pool + at, v_pool + at), dim)
 
     return kv_store

@@ -37,10 +37,12 @@ from atlas_kernels.ptx_warp import (
     lane_id,
     lanes,
     num_threads_x,
+    shuffle_f32,
     thread_x,
-    warp_sum,
+    warp_sums,
 )
 from atlas_kernels.registry import kernel
+from atlas_kernels.tuples import each
 from atlas_kernels.vector import Access, access, row_variants
 
 ROW_THREADS = 512  # 4,096 bf16 elements are one vector of 8 a thread, kept in registers
@@ -232,21 +234,46 @@ def make_layernorm(rows: Access) -> Any:
     return layernorm
 
 
-def head_factor(rows: Access) -> Any:
-    """A device function: 1 / sqrt(mean(x²) + eps) of a head, computed by a warp."""
-    load, add_squares = rows.load, rows.add_squares
-    width, item = rows.width, rows.item_bytes
+@device
+def _of_lane(lane, _, value):
+    return shuffle_f32(value, lane)
+
+
+def mean_factors(count: int) -> Any:
+    """A device function: a lane's sums of squares of ``count`` heads → 1 / sqrt(mean(x²) + eps).
+
+    ``count`` is a power of two; every lane gets all factors, and computes one of them.
+    """
+    sums, spread = warp_sums(count), each(count, _of_lane)
+    owners = tuple(i * 32 // count for i in range(count))
 
     @device
-    def factor(head, dim, eps):
-        total = f32(0)
+    def factor(totals, dim, eps):
+        return fast_rsqrt(sums(totals) / f32(dim) + eps)
+
+    if count == 1:
+        return device(lambda totals, dim, eps: (factor(totals, dim, eps),))
+    return device(lambda totals, dim, eps: spread(owners, owners, factor(totals, dim, eps)))
+
+
+def head_factors(rows: Access, count: int = 1) -> Any:
+    """A device function: 1 / sqrt(mean(x²) + eps) of ``count`` heads, computed by a warp."""
+    load, add_squares = rows.load, rows.add_squares
+    width, item = rows.width, rows.item_bytes
+    load_each = each(count, device(lambda head, _, at: load(head + at)))
+    add_each = each(count, device(lambda total, values, _: add_squares(total, values)))
+    factors_of, nothing = mean_factors(count), each(count, device(lambda head, _, zero: f32(0)))
+
+    @device
+    def factors(heads, dim, eps):
+        totals = nothing(heads, heads, 0)
         i = i32(lane_id() * width)
         while i < dim:
-            total = add_squares(total, load(head + i * item))
+            totals = add_each(totals, load_each(heads, heads, i * item), 0)
             i = i32(i + lanes() * width)
-        return fast_rsqrt(warp_sum(total) / f32(dim) + eps)
+        return factors_of(totals, dim, eps)
 
-    return factor
+    return factors
 
 
 @kernel(
@@ -260,7 +287,7 @@ def make_rmsnorm_heads(rows: Access) -> Any:
     load, store, item = rows.load, rows.store, rows.item_bytes
     mul, scale, width = rows.mul, rows.scale, rows.width
     load_weight = access("f32", width).load_constant
-    factor_of = head_factor(rows)
+    factors_of = head_factors(rows)
 
     def rmsnorm_heads(
         x, weight, out, heads, dim, x_stride, x_head_stride, out_stride, out_head_stride, eps
@@ -271,7 +298,7 @@ def make_rmsnorm_heads(rows: Access) -> Any:
         if head < heads:
             source = x + block_x() * x_stride + i64(head) * x_head_stride
             target = out + block_x() * out_stride + i64(head) * out_head_stride
-            factor = factor_of(source, dim, eps)
+            factor = factors_of((source,), dim, eps)[0]
             for i in range(lane_id() * width, dim, 32 * width):
                 scaled = scale(load(source + i * item), factor)
                 store(target + i * item, mul(scaled, load_weight(weight + i * 4)))

@@ -13,6 +13,7 @@ from atlas_kernels.ptx_memory import (
     store_shared_b64,
     store_shared_f32,
 )
+from atlas_kernels.tuples import each
 
 
 def _register(name: str) -> Any:
@@ -92,6 +93,39 @@ def warp_sum(value):
     value = value + shuffle_xor_f32(value, 4)
     value = value + shuffle_xor_f32(value, 2)
     return value + shuffle_xor_f32(value, 1)
+
+
+@device
+def _kept(low, high, is_high):
+    return high if is_high else low
+
+
+@device
+def _added(kept, sent, distance):
+    return kept + shuffle_xor_f32(sent, distance)
+
+
+def warp_sums(count: int, distance: int = 16) -> Any:
+    """A device function: ``count`` numbers, a power of two → in lane l the ``warp_sum`` of number
+    l · count / 32.
+
+    A lane sends the half of its numbers that it will not have, so the shuffles become fewer; each
+    number's pairs, and so its bits, are those of ``warp_sum``.
+    """
+    if distance == 0:
+        return device(lambda values: values[0])
+    half = max(count // 2, 1)
+    rest, add = warp_sums(half, distance // 2), each(half, _added)
+    if count == 1:
+        return device(lambda values: rest(add(values, values, distance)))
+    keep = each(half, _kept)
+
+    @device
+    def sums(values):
+        low, high, is_high = values[:half], values[half:], (lane_id() & distance) != 0
+        return rest(add(keep(low, high, is_high), keep(high, low, is_high), distance))
+
+    return sums
 
 
 @device

@@ -124,7 +124,8 @@ def head_cases(bench: Bench, rows: int) -> Iterator[Case]:
     head_bytes = 2 * HEAD_DIM
     q, k, v = (qkv.address + at * head_bytes for at in (0, HEADS, HEADS + KV_HEADS))
     sizes = [HEADS, KV_HEADS, HEAD_DIM, half, qkv.stride, qkv.stride, qkv.stride]
-    grid, last = (rows, -(-total // 4)), [tokens, places, angles.address]
+    warps = -(-HEADS // 4) + 2 * -(-KV_HEADS // 4)  # four heads each
+    grid, last = (rows, -(-warps // 4)), [tokens, places, angles.address]
     last += [pools[0].address, pools[1].address, *sizes]
     keys = bench.get(qkv)[:, HEADS : HEADS + KV_HEADS]
     stored = [Buffer(0, np.empty((rows, 2 * KV_HEADS * HEAD_DIM), np.uint16), (), "bf16")]

@@ -144,7 +144,8 @@ class Given:
         strides, norms, last = [qkv.stride] * 3, [], []
         if layer.is_normed:
             prefix, norms, last = "norm_", self.norms, [EPS]
-        grid = (len(self.qkv), -(-(layer.heads + 2 * layer.kv_heads) // 4))
+        groups = -(-layer.heads // 4) + 2 * -(-layer.kv_heads // 4)  # of a warp each
+        grid = (len(self.qkv), -(-groups // 4))
         args = [q, k, v, *norms, *addresses, *heads, *strides, *last]
         bench.run(f"{prefix}rope_kv_store_bf16", grid, args)
         out = bench.empty((len(self.qkv), layer.heads * layer.dim), "bf16", pad=24)

@@ -27,7 +27,8 @@ class Heads:
 
     @property
     def grid(self) -> tuple[int, int]:
-        return ROWS, -(-(self.queries + 2 * self.kv) // 4)
+        """A warp takes four heads of q, k or v, a thread block has four warps."""
+        return ROWS, -(-(-(-self.queries // 4) + 2 * -(-self.kv // 4)) // 4)
 
 
 SHAPES = [
@@ -35,9 +36,11 @@ SHAPES = [
     Heads(3, 3, 80, 40),
     Heads(2, 1, 96, 24),
     Heads(9, 3, 128, 64),
+    Heads(14, 2, 128, 64),
+    Heads(5, 5, 128, 32),
     Heads(1, 1, 256, 128),
     Heads(4, 2, 7, 3, "_scalar"),
-    Heads(2, 2, 64, 32, "_scalar"),
+    Heads(5, 1, 64, 32, "_scalar"),
 ]
 CASES = [(shape, type) for shape in SHAPES for type in TYPES]
 
@@ -140,6 +143,25 @@ def test_norm_rope_kv_store(bench: Bench, heads: Heads, type: str) -> None:
         OPS["rmsnorm"](x, weight, EPS, out=x)
         OPS["rope"](x, np.array(POSITIONS, np.int32), layer.table)
     layer.check(q, k, v, 1e-6)
+
+
+@pytest.mark.parametrize("heads", SHAPES)
+def test_norm_rope_kv_store_has_the_bits_of_its_parts(bench: Bench, heads: Heads) -> None:
+    whole, parts = _Layer(bench, heads, "f32"), _Layer(bench, heads, "f32")
+    whole.run("norm_rope_kv_store", normed=True)
+    buffer, head_bytes = parts.buffer, 4 * heads.dim
+    for at, count, weight in zip(
+        parts.columns(), (heads.queries, heads.kv), parts.weights, strict=False
+    ):
+        args = [at, bench.put(weight[None], "f32").address, at, count, heads.dim]
+        args += [buffer.stride, head_bytes, buffer.stride, head_bytes, EPS]
+        bench.run(f"rmsnorm_heads_f32{heads.suffix}", (ROWS, -(-count // 4)), args)
+    parts.run("rope_kv_store")
+    real = [row for row, slot in enumerate(SLOTS) if slot >= 0]
+    got_q, want_q = (layer.split(bench.get(layer.buffer))[0][real] for layer in (whole, parts))
+    np.testing.assert_array_equal(got_q, want_q)
+    np.testing.assert_array_equal(bench.get(whole.k_pool), bench.get(parts.k_pool))
+    np.testing.assert_array_equal(bench.get(whole.v_pool), bench.get(parts.v_pool))
 
 
 @pytest.mark.parametrize(("heads", "type"), CASES)

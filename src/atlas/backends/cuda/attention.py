@@ -36,7 +36,7 @@ from atlas.backends.cuda.check import (
     row_suffix,
 )
 from atlas.backends.cuda.launch import Queue
-from atlas.backends.cuda.rope import HEADS_PER_BLOCK, WIDTH, require_rotation
+from atlas.backends.cuda.rope import HEADS_PER_WARP, WARPS_PER_BLOCK, WIDTH, require_rotation
 from atlas.errors import ShapeError
 
 BLOCK_LEN = 16
@@ -71,7 +71,7 @@ def kv_store(
     type = activation_type(k, v, k_pool, v_pool)
     variant = type + row_suffix(sizes.dim, WIDTH, k, v, k_pool, v_pool)
     args = (k, v, slots, k_pool, v_pool, sizes.kv_heads, sizes.dim, k.strides[0], v.strides[0])
-    grid = (sizes.rows, -(-sizes.kv_heads // HEADS_PER_BLOCK))
+    grid = (sizes.rows, -(-sizes.kv_heads // WARPS_PER_BLOCK))
     queue.launch(f"kv_store_{variant}", grid, args)
 
 
@@ -109,7 +109,8 @@ def prepare_heads(
         sizes.heads, sizes.kv_heads, sizes.dim, half,
         q.strides[0], k.strides[0], v.strides[0], *eps,
     )  # fmt: skip
-    grid = (sizes.rows, -(-(sizes.heads + 2 * sizes.kv_heads) // HEADS_PER_BLOCK))
+    warps = -(-sizes.heads // HEADS_PER_WARP) + 2 * -(-sizes.kv_heads // HEADS_PER_WARP)
+    grid = (sizes.rows, -(-warps // WARPS_PER_BLOCK))
     queue.launch(f"{prefix}rope_kv_store_{type}{suffix}", grid, args)
 
 

@@ -13,7 +13,8 @@ from atlas.backends.cuda.check import (
 from atlas.backends.cuda.launch import Queue
 from atlas.errors import ShapeError
 
-HEADS_PER_BLOCK = 4
+WARPS_PER_BLOCK = 4
+HEADS_PER_WARP = 4  # where keys and values are stored as well; else one
 WIDTH = 2
 
 
@@ -32,7 +33,7 @@ def rope(
     require_contiguous_rows(x=x)
     variant = activation_type(x) + row_suffix(half, WIDTH, x, table)
     args = (x, positions, table, heads, dim, half, x.strides[0])
-    queue.launch(f"rope_{variant}", (rows, -(-heads // HEADS_PER_BLOCK)), args)
+    queue.launch(f"rope_{variant}", (rows, -(-heads // WARPS_PER_BLOCK)), args)
 
 
 def require_rotation(table: DeviceArray, dim: int) -> None:
