@@ -87,7 +87,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
         """Ask for a stage, if there is one; the cursor after it."""
         if unit < units:
             size = i32(min(chunk, inner - at_k) * 2)
-            ask(place, source, i64(inner) * 2, i64(inner) * 16, size)
+            ask(place, source, i64(inner) * 2, i64(inner) * 16, size, i32(1))
             source, at_k = source + 2 * chunk, i32(at_k + chunk)
             if at_k >= inner:
                 unit, at_k = i32(unit + warps), i32(0)

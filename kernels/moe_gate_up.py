@@ -13,7 +13,8 @@ unit, not each stage.
 
 The choices are given, or each thread block makes them of the scores, a warp a row: sooner than one
 could make them for all, and hand them over. As nothing else can go on meanwhile, and an SM finds
-none of the code in its instruction cache, it is run once before the wait, on other numbers.
+none of the code in its instruction cache, it is run once before the wait, on other numbers; so is
+the code that asks for the first weights, without asking.
 
 The next kernel starts only after this one's own wait: it reads ids before its wait, which a kernel
 before this one wrote, or sees there that this one is about to.
@@ -73,7 +74,8 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
     """What comes before the choices are known, and what comes after.
 
     - ``start`` (base, …) → a cursor: weights of the shared expert are asked for;
-    - ``go_on`` (base, cursor, entries of the list, …) → a cursor: so are others;
+    - ``go_on`` (base, cursor, entries of the list, …, 1) → a cursor: so are others; with 0 the
+      same code is run, and nothing copied;
     - ``finish`` (base, that cursor, …): everything else.
     """
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
@@ -117,12 +119,13 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
 
     @device
     def ask_next(
-        base, place, w, w_shared, index, source, at_k, count, far, first, experts, dim, inner
+        base, place, w, w_shared, index, source, at_k, count, far, first, experts, dim, inner,
+        is_real,
     ):  # fmt: skip
         """Ask for a stage, if there is one; the cursor after it."""
         if index < count:
             size = i32(min(chunk, dim - at_k) * 2)
-            ask(place, source, i64(dim) * 2, i64(inner) * dim * 2, size)
+            ask(place, source, i64(dim) * 2, i64(inner) * dim * 2, size, is_real)
             source, at_k = source + 2 * chunk, i32(at_k + chunk)
             if at_k >= dim:
                 index, at_k = i32(index + warps), i32(0)
@@ -156,13 +159,13 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
         while asked < ahead:  # constants: no need to wait
             index, source, at_k = ask_next(
                 base, i32(ring + asked * stage_bytes), w, w_shared, index, source, at_k,
-                far, far, i32(0), experts, dim, inner,
+                far, far, i32(0), experts, dim, inner, i32(1),
             )  # fmt: skip
             asked = i32(asked + one)
         return asked, index, source, at_k
 
     @device
-    def go_on(base, cursor, listed, w, w_shared, m, experts, dim, inner):
+    def go_on(base, cursor, listed, w, w_shared, m, experts, dim, inner, is_real):
         asked, next_index, source, next_k = cursor
         ring, one, tiles = ring_of(base, m, dim), i32(lanes() >> 5), i32(inner >> 3)
         known = i32(tiles if w_shared != 0 else 0)
@@ -173,7 +176,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
         while asked < stages:  # a group for each stage, be it empty
             next_index, source, next_k = ask_next(
                 base, i32(ring + asked * stage_bytes), w, w_shared, next_index, source, next_k,
-                count, far, first, experts, dim, inner,
+                count, far, first, experts, dim, inner, is_real,
             )  # fmt: skip
             asked = i32(asked + one)
         return next_index, source, next_k, count, far, first
@@ -200,7 +203,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
                 sync_warp()
                 next_index, source, next_k = ask_next(
                     base, place, w, w_shared, next_index, source, next_k,
-                    count, far, first, experts, dim, inner,
+                    count, far, first, experts, dim, inner, i32(1),
                 )  # fmt: skip
                 stage, at_k = i32(stage + 1 if stage + 1 < stages else 0), i32(at_k + turn)
             entry, column = place_of(base, index, far, first, inner)
@@ -245,7 +248,7 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
             ask_rows(base, i32(base + x_offset), x, x_stride, m, i32(2 * dim))
         expert = given_choices(base, ids, m, slots)
         listed = list_them(base, expert, m, slots, i32(experts if w_shared != 0 else -1))
-        asked = go_on(base, cursor, listed, w, w_shared, m, experts, dim, inner)
+        asked = go_on(base, cursor, listed, w, w_shared, m, experts, dim, inner, i32(1))
         finish(base, asked, w, w_shared, act, m, slots, experts, dim, inner)
 
     return moe_gate_up
@@ -290,21 +293,22 @@ def make_routed_gate_up(tile: DecodeTile, count: int) -> Any:
             last = i64(its_scores + experts * 4)
         listed, turn = i32(0), opaque(i32(1))
         chosen = (i32(-1), i32(0), f32(0), f32(0), f32(0))
+        asked = (i32(0), i64(0), i32(0), i32(0), i32(0), i32(0))
         while turn >= 0:  # first on weights, which are constants, and with a single choice
-            read, behind, choices = i64(w), i64(0), i32(1)
+            read, behind, choices, is_real = i64(w), i64(0), i32(1), i32(0)
             if turn == 0:
                 wait_prerequisites()
                 launch_dependents()
                 if row == last_warp:
                     ask_rows(base, i32(base + x_offset), x, x_stride, m, i32(2 * dim))
-                read, behind, choices = its_scores, last, i32(top_k)
+                read, behind, choices, is_real = its_scores, last, i32(top_k), i32(1)
             chosen = choose(place, number, read, behind, bias, experts, choices, slots, use_sigmoid)
             if row < m and lane < slots:
                 store_shared_b32(i32(place + lane * 4), chosen[0])
             shared_id = i32(experts if w_shared != 0 else -1)
             listed = list_them(base, chosen[0], m, slots, shared_id)
+            asked = go_on(base, cursor, listed, w, w_shared, m, experts, dim, inner, is_real)
             turn = i32(turn - 1)
-        asked = go_on(base, cursor, listed, w, w_shared, m, experts, dim, inner)
         if block_x() == 0:
             at, is_mine = i64(row * slots + lane) * 4, row < m and lane < slots
             if is_mine:
