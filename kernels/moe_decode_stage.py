@@ -25,7 +25,7 @@ tables."""
 def ask_stage(tile: DecodeTile) -> tuple[Any, Any]:
     """Two device functions.
 
-    - (address of a unit, bytes from row to row) → where this lane's part of it begins;
+    - (address of a matrix, a unit's row, bytes of a row) → where this lane's part of it begins;
     - (stage, that address further on, bytes from row to row, to row 8, of a row, 1): ask for it;
       with 0 the same code is run, and nothing copied.
     """
@@ -33,9 +33,9 @@ def ask_stage(tile: DecodeTile) -> tuple[Any, Any]:
     shift, rows = share.bit_length() - 1, 32 // share
 
     @device
-    def part_of(unit, row_bytes):
+    def part_of(matrix, row, row_bytes):
         lane = lane_id()
-        return unit + i64(lane >> shift) * row_bytes + i64((lane & (share - 1)) * 16)
+        return matrix + i64(i32(row + (lane >> shift))) * row_bytes + i64((lane & (share - 1)) * 16)
 
     @device
     def ask(place, source, row_bytes, half_bytes, num_bytes, is_real):

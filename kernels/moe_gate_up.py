@@ -114,8 +114,8 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
         start = w_shared
         if entry > 0 or w_shared == 0:
             expert = load_shared_b32(base + entries + entry * 4)
-            start = w + i64(expert) * (i64(inner) * dim * 4)
-        return part_of(start + i64(column) * dim * 2, i64(dim) * 2)
+            start, column = w, i32(column + expert * (inner * 2))
+        return part_of(start, column, i32(dim * 2))
 
     @device
     def ask_next(
@@ -124,7 +124,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
     ):  # fmt: skip
         """Ask for a stage, if there is one; the cursor after it."""
         if index < count:
-            size = i32(min(chunk, dim - at_k) * 2)
+            size = i32(min(i32(chunk), i32(dim - at_k)) * 2)
             ask(place, source, i64(dim) * 2, i64(inner) * dim * 2, size, is_real)
             source, at_k = source + 2 * chunk, i32(at_k + chunk)
             if at_k >= dim:

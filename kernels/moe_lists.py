@@ -121,14 +121,11 @@ def given_choices(base, ids, m, slots):
 
 
 @device
-def awaited_choices(base, ids, m, slots, is_awaited):
-    """``given_choices`` that the kernel before this one may be about to write: ``NOT_YET``."""
-    p, expert = thread_x(), i32(-1)
-    if p < m * slots:
-        expert = load_device_b32(ids + i64(p) * 4)
-        while expert == NOT_YET and is_awaited != 0:
-            expert = load_device_b32(ids + i64(p) * 4)
-        store_shared_b32(base + IDS_AT + p * 4, expert)
+def awaited_choice(ids, pair, is_awaited):
+    """A choice that the kernel before this one may be about to write: ``NOT_YET``."""
+    expert = load_device_b32(ids + i64(pair) * 4)
+    while expert == NOT_YET and is_awaited != 0:
+        expert = load_device_b32(ids + i64(pair) * 4)
     return expert
 
 

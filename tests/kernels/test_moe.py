@@ -47,6 +47,7 @@ def test_tiles_fit_an_sm() -> None:
         assert tile.pitch // 16 % 2 == 1, "bank conflicts"
         assert tile.chunk in (64, 128, 256), "8, 16 or 32 lanes copy a row"
         assert tile.max_pairs <= min(tile.threads, 256), "a thread lists a pair"
+    assert all(tile.threads == 32 * tile.warps for tile in DOWN_TILES.values()), "all have a ring"
     for grouped in GROUPED_TILES.values():
         assert grouped.shared_bytes <= 99 * 1024, "the least of all GPUs since sm_80"
         assert grouped.rows * (grouped.columns + 4) * 4 <= grouped.shared_bytes
