@@ -121,9 +121,8 @@ def given_choices(base, ids, m, slots):
 
 
 @device
-def awaited_choice(ids, pair, is_awaited):
-    """A choice that the kernel before this one may be about to write: ``NOT_YET``."""
-    expert = load_device_b32(ids + i64(pair) * 4)
+def awaited_choice(ids, pair, expert, is_awaited):
+    """A choice that the kernel before this one may be about to write: first found ``NOT_YET``."""
     while expert == NOT_YET and is_awaited != 0:
         expert = load_device_b32(ids + i64(pair) * 4)
     return expert
