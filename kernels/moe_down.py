@@ -3,6 +3,10 @@
 Streams, units and order are as there; all weights that fit are asked for while that kernel still
 runs. It lets this one start only after its own wait, so ids may be read before this one's wait: a
 kernel before it wrote them, or left word that it writes them itself, with all else to do.
+
+Thread blocks come when an SM's of that kernel have left, and find none of their code in its
+instruction cache. At one row, each warp has the choices in its lanes, needs no list, and runs what
+asks for its first weights once, without asking, while the choices are on their way.
 """
 
 from __future__ import annotations
@@ -282,7 +286,7 @@ def make_moe_down(tile: DecodeTile) -> Any:
         pair = i32(min(lane_id() if one_row else p, i32(m * slots - 1)))
         found, cursor = load_device_b32(ids + i64(pair) * 4), (i32(0), i32(0), i64(0), i32(0))
         turn = opaque(i32(1 if one_row else 0))
-        while turn >= 0:  # of one row at first while its choices are on their way: see above
+        while turn >= 0:  # of one row, first without asking
             is_real = i32(0)
             if turn == 0:
                 own, is_real = awaited_choice(ids, pair, opaque(found), is_awaited), i32(1)
