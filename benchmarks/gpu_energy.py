@@ -4,7 +4,8 @@
 
 A card at its power limit lowers its clock. Then a step takes as long as its energy lasts, and what
 saves time elsewhere (overlap, more on the way) saves none. So: the energy of reading random bytes
-(their bits change, unlike those of zeros or ones), and of steps replayed for a second, in turns.
+(their bits change, unlike those of zeros or ones), and of one step replayed for most of a second.
+The card is the first that NVML shows; the sequences must fit the KV pool all at once.
 """
 
 from __future__ import annotations

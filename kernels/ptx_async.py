@@ -26,7 +26,8 @@ and graphs before it on the stream have ended, and a graph after everything. So 
 - constants (weights, tables) may be read, what the host copied for the step (positions, slots,
   block tables, ranges of rows; a kernel may bring them to a graph alone), and keys, values and
   recurrent states that earlier steps stored;
-- nothing that a kernel of the same step writes may be read, and nothing written.
+- nothing that a kernel of the same step writes may be read, and nothing written; but for words past
+  L1 that say themselves whether they are there (``moe_down``, behind a kernel with a late trigger).
 
 A thread block that has nothing to do may leave without waiting, as long as one of its grid waits:
 the kernel after trusts that, when this one has ended, so have all before it."""

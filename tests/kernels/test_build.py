@@ -21,7 +21,7 @@ if not HAS_COMPILER:
 from atlas_kernels import build, cache
 from atlas_kernels.build import KernelBuildError
 from atlas_kernels.manifest import KernelInfo
-from atlas_kernels.moe_plan import GATE_UP_TILES, decode_kernels
+from atlas_kernels.moe_plan import GATE_UP_TILES, ROUTED_VARIANTS, decode_kernels
 from atlas_kernels.ptx_memory import load_f32, store_f32
 from atlas_kernels.registry import KERNELS, load_table, register
 
@@ -50,7 +50,11 @@ SPILLS: dict[str, dict[str, str]] = {
 """Kernels that may spill on an architecture, each with the reason."""
 
 
-LATE_TRIGGERS = tuple(decode_kernels(name)[0] for name in GATE_UP_TILES)
+LATE_TRIGGERS = tuple(
+    f"{decode_kernels(name)[0]}{choice}"
+    for name in GATE_UP_TILES
+    for choice in ("", *(f"_{experts}" for experts in ROUTED_VARIANTS))
+)
 """Kernels that let the next one start after their own wait: it reads what came before both."""
 
 

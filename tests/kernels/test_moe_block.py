@@ -274,6 +274,40 @@ def test_ids_are_awaited(ptx_of: Callable[[str], str]) -> None:
     assert (seen[0] == NOT_YET).all()
 
 
+def test_moe_down_waits_for_ids(ptx_of: Callable[[str], str]) -> None:
+    """It finds none, reads again, and has those that are there by then."""
+    block = Block(machine_bench(ptx_of), 40)
+    x, memory, run = rounded(block.normal(2, DIM), "bf16"), block.bench.memory, block.bench.run
+    want, _ = block.op(in_parts, x, None)
+    reads = []
+
+    def late(name: str, grid: tuple[int, int], args: list[Any]) -> None:
+        if not name.startswith("moe_down"):
+            run(name, grid, args)
+            return
+        at, indices = args[2], memory.indices
+        first = indices(np.array([at], np.uint64), 4)[0, 0]
+        place = memory.data[first : first + 2 * block.slots * 4].view(np.int32)
+        chosen = place.copy()
+        place[:] = NOT_YET
+
+        def watched(addresses: Array, size: int) -> Array:
+            if (addresses == at).any():
+                reads.append(size)
+                if len(reads) == 3:
+                    place[:] = chosen
+            return indices(addresses, size)
+
+        memory.indices = watched
+        run(name, grid, args)
+        memory.indices = indices
+
+    block.bench.run = late
+    got, _ = block.op(moe_block, x, None)
+    same_bits(got, want)
+    assert len(reads) > 3
+
+
 def test_what_no_kernel_chooses_for(ptx_of: Callable[[str], str]) -> None:
     """More rows or experts, and other GPUs: by the two ops that it stands for."""
     for rows, experts, arch in ((9, 20, "sm_90a"), (1, 513, "sm_90a"), (1, 20, "sm_80")):

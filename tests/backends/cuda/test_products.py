@@ -39,7 +39,13 @@ class Library:
 def _queue(recording: Recording | None) -> Queue:
     driver, kernels = SimpleNamespace(launch_address=1), SimpleNamespace(load=lambda names: None)
     device: Any = SimpleNamespace(driver=driver, kernels=kernels, synchronize=lambda: None)
-    device.run = lambda launches: launches.run(1)
+    device.ran = []
+
+    def run(launches: Any) -> None:
+        device.ran.append(len(launches))
+        launches.run(1)
+
+    device.run = run
     workspace: Any = SimpleNamespace(address=lambda nbytes, **options: 4096)
     return Queue(device, workspace, recording)
 
@@ -64,6 +70,8 @@ def test_the_fastest_of_equal_algorithms_serves() -> None:
     assert put(200) == FAST[0]
     timed = len(library.calls)
     assert {SLOW[0], FAST[0]} == set(library.calls)
+    lists: Any = queue.device
+    assert set(lists.ran) == {3}, "calls follow each other without Python in between"
     assert put(1000) == FAST[0]
     assert len(library.calls) == timed, "algorithms for 192 to 1,023 rows are timed once"
     assert put(5000) == SLOW[0]

@@ -27,7 +27,7 @@ from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import Args
 from atlas.backends.cuda.cublaslt import WORKSPACE_BYTES, Algorithm, CublasLt, Product
 from atlas.backends.cuda.device import CudaDevice
-from atlas.backends.cuda.launch import Queue
+from atlas.backends.cuda.launch import Queue, Recording
 from atlas.backends.cuda.pack import DeviceMatrix
 from atlas.errors import CapabilityError, OutOfMemoryError
 
@@ -142,7 +142,6 @@ class Launches:
     ) -> None:
         """``adds``: to what ``out`` holds."""
         self._library, self._queue, self._plan, self._adds = products.library, queue, plan, adds
-        self._eager = Queue(queue.device, queue.workspace)
         is_converted, self._passes_by = kind.format != "bf16", plan.is_finished or adds
         self._workspace = queue.scratch(
             WORKSPACE_BYTES + _SUMS_BYTES * self._passes_by + _WEIGHTS_BYTES * is_converted
@@ -224,13 +223,18 @@ class Launches:
         call(self._queue, self._plan.fastest[size])
 
     def _seconds(self, call: Callable[[Queue, Algorithm], None], algorithm: Algorithm) -> float:
-        """What some calls take, the best of several times."""
-        times, device = [], self._queue.device
+        """What some calls take, the best of several times.
+
+        They are one list, so that between short ones the device does not wait for Python.
+        """
+        recording, device, times = Recording(), self._queue.device, []
+        for _ in range(_CALLS):
+            call(Queue(device, self._queue.workspace, recording), algorithm)
+        launches = recording.compile(device)
         for _ in range(_TIMES + 1):  # the first is not counted
             device.synchronize()
             start = time.perf_counter()
-            for _ in range(_CALLS):
-                call(self._eager, algorithm)
+            device.run(launches)
             device.synchronize()
             times.append(time.perf_counter() - start)
         return min(times[1:])
