@@ -134,6 +134,6 @@ def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch, shape: StepShape) ->
 
 def test_kernels_that_take_long_have_l1() -> None:
     """Those without dynamic shared memory, of so many blocks that none starts early anyway."""
-    assert carveout(0, 8 * 132 + 1, 132) == 50
-    assert carveout(0, 8 * 132, 132) == -1
+    assert carveout(0, 4 * 132 + 1, 132) == 50
+    assert carveout(0, 4 * 132, 132) == -1
     assert carveout(16, 100_000, 132) == -1

@@ -51,7 +51,7 @@ class HostCall:
 
 
 Launch = KernelLaunch | MatmulLaunch | HostCall
-_LONG, _HALF = 8, 50
+_LONG, _HALF = 4, 50
 
 
 def carveout(dynamic_shared_bytes: int, num_blocks: int, num_sms: int) -> int:
@@ -60,7 +60,7 @@ def carveout(dynamic_shared_bytes: int, num_blocks: int, num_sms: int) -> int:
     They prefer as much as there is, which leaves 28 KB of L1. All loads into registers pass through
     it: too little for a kernel that has many on their way, as those without dynamic shared memory
     may have. But with a share of its own, none of its thread blocks starts beside the kernel
-    before, so it is for those that take long: of more than eight blocks for each SM.
+    before, so it is for those that take long: of more than four blocks for each SM.
     """
     is_long = dynamic_shared_bytes == 0 and num_blocks > _LONG * num_sms
     return _HALF if is_long else -1
