@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
@@ -30,6 +32,7 @@ from benchmarks.gpu_models import open_engine, prompts  # noqa: E402
 from benchmarks.random_checkpoint import SHAPES, RandomCheckpoint  # noqa: E402
 
 SECONDS, ROUNDS = 0.7, 3
+KV_TOKENS = 65536
 _SM_CLOCK = 1  # NVML_CLOCK_SM
 
 
@@ -40,7 +43,9 @@ class Meter:
         self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
         self._check(self._nvml.nvmlInit_v2())
         self._card = ctypes.c_void_p()
-        self._check(self._nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self._card)))
+        uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"  # NVML has an order of its own
+        call = self._nvml.nvmlDeviceGetHandleByUUID
+        self._check(call(uuid.encode(), ctypes.byref(self._card)))
 
     def joules(self) -> float:
         """Since the driver was loaded."""
@@ -80,8 +85,6 @@ def measure(meter: Meter, work: Callable[[int], None], count: int) -> dict[str, 
 
 def read_energy(meter: Meter) -> dict[str, float]:
     """Picojoules a byte of reading 4 GB of random numbers, and the rate."""
-    import torch
-
     numbers = torch.randn(1 << 30, device="cuda")
 
     def read(count: int) -> None:
@@ -146,11 +149,13 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256, help="tokens of each sequence")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if max(args.batches) * (args.context + 64) > KV_TOKENS:
+        parser.error(f"sequences of {args.context} tokens beyond the pool of {KV_TOKENS}")
     meter = Meter()
     results: dict[str, Any] = {"limit, W": meter.limit(), "reading": read_energy(meter)}
     print(results, flush=True)
     with open_engine(
-        RandomCheckpoint(args.shape), "cuda", max_running=max(args.batches), kv_tokens=65536,
+        RandomCheckpoint(args.shape), "cuda", max_running=max(args.batches), kv_tokens=KV_TOKENS,
         max_seq_len=16384, chunk_tokens=2048,
     ) as engine:  # fmt: skip
         for batch in args.batches:

@@ -90,8 +90,8 @@ class Gpu:
         config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = info.threads, 1, 1
         config.sharedMemBytes, config.hStream = info.dynamic_shared_bytes, self.stream.handle
-        num_sms = self.device.properties.multiprocessor_count
-        share = carveout(info.dynamic_shared_bytes, math.prod(grid), num_sms)
+        place = self.device.properties.multiprocessor_count, self.device.compute_capability
+        share = carveout(info.dynamic_shared_bytes, math.prod(grid), *place)
         config.attrs = self._attributes(info.cluster, share)
         config.numAttrs = len(config.attrs)
         values = tuple(v.item() if isinstance(v, np.generic) else v for v in args)

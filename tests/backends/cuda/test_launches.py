@@ -134,6 +134,7 @@ def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch, shape: StepShape) ->
 
 def test_kernels_that_take_long_have_l1() -> None:
     """Those without dynamic shared memory, of so many blocks that none starts early anyway."""
-    assert carveout(0, 4 * 132 + 1, 132) == 50
-    assert carveout(0, 4 * 132, 132) == -1
-    assert carveout(16, 100_000, 132) == -1
+    assert carveout(0, 4 * 132 + 1, 132, (9, 0)) == 50
+    assert carveout(0, 4 * 132, 132, (9, 0)) == -1
+    assert carveout(16, 100_000, 132, (9, 0)) == -1
+    assert carveout(0, 100_000, 132, (8, 9)) == -1, "a smaller SM would lose thread blocks"

@@ -52,18 +52,22 @@ class HostCall:
 
 Launch = KernelLaunch | MatmulLaunch | HostCall
 _LONG, _HALF = 4, 50
+_LARGE_SM, _SMALL_SM = (9, 0), (12, 0)  # from and below: 228 KB of shared memory an SM
 
 
-def carveout(dynamic_shared_bytes: int, num_blocks: int, num_sms: int) -> int:
+def carveout(
+    dynamic_shared_bytes: int, num_blocks: int, num_sms: int, capability: tuple[int, int]
+) -> int:
     """Per cent of L1 and shared memory that are shared memory; −1: what all kernels prefer.
 
     They prefer as much as there is, which leaves 28 KB of L1. All loads into registers pass through
     it: too little for a kernel that has many on their way, as those without dynamic shared memory
     may have. But with a share of its own, none of its thread blocks starts beside the kernel
-    before, so it is for those that take long: of more than four blocks for each SM.
+    before, so it is for those that take long: of more than four blocks for each SM. And half must
+    be enough for as many thread blocks, which on smaller SMs it is not.
     """
     is_long = dynamic_shared_bytes == 0 and num_blocks > _LONG * num_sms
-    return _HALF if is_long else -1
+    return _HALF if is_long and _LARGE_SM <= capability < _SMALL_SM else -1
 
 
 @dataclass(eq=False)
@@ -77,6 +81,7 @@ class Recording:
         """Load the kernels and build the list that replays these launches."""
         names = {item.kernel for item in self.launches if isinstance(item, KernelLaunch)}
         device.kernels.load(sorted(names))
+        place = device.num_sms, device.capability
         compiled = CudaLaunchList(device.driver.launch_address)
         for item in self.launches:
             if isinstance(item, KernelLaunch):
@@ -90,7 +95,7 @@ class Recording:
                     info.dynamic_shared_bytes,
                     info.cluster,
                     device.has_dependent_launch,
-                    carveout(info.dynamic_shared_bytes, math.prod(item.grid), device.num_sms),
+                    carveout(info.dynamic_shared_bytes, math.prod(item.grid), *place),
                     packed_arguments(item.kernel, info.arguments, item.args),
                 )
             elif isinstance(item, MatmulLaunch):
