@@ -39,6 +39,7 @@ class Library:
 def _queue(recording: Recording | None) -> Queue:
     driver, kernels = SimpleNamespace(launch_address=1), SimpleNamespace(load=lambda names: None)
     device: Any = SimpleNamespace(driver=driver, kernels=kernels, synchronize=lambda: None)
+    device.num_sms, device.capability = 132, (9, 0)
     device.ran = []
 
     def run(launches: Any) -> None:
