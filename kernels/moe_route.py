@@ -147,7 +147,7 @@ def _add(a, b):
     return a + b
 
 
-def each(count: int, function: Any) -> Any:
+def each_numbered(count: int, function: Any) -> Any:
     """(values, e, p, q) → function(value, its expert, p, q) of each value; the first's is e.
 
     Straight-line code: ``count``, a power of two, is halved until one value is left.
@@ -160,7 +160,7 @@ def each(count: int, function: Any) -> Any:
 
         return one
     half = count // 2
-    part = each(half, function)
+    part = each_numbered(half, function)
 
     @device
     def all_of_them(values, e, p, q):
@@ -198,7 +198,7 @@ def _select(count: int) -> Any:
     again, slowly.
     """
     sort, head_of, pop = sort_lists(count), list_heads(count), pop_list(count)
-    best_of, remove = _greatest(count), each(count, _without)
+    best_of, remove = _greatest(count), each_numbered(count, _without)
 
     @device
     def select(orders, top_k, place):
@@ -240,10 +240,10 @@ def row_choice(count: int, load: Any) -> Any:
     scores, ``last`` that of the shared expert's, or 0. Lane j has the id of slot j, below top_k at
     least, and what ``row_weight`` takes besides.
     """
-    scores_of, select = each(count, _score(load)), _select(count)
-    orders_of, add_bias = each(count, _order), each(count, _biased)
-    shift, negate = each(count, _shifted), each(count, _negated)
-    exponentials, sigmoids = each(count, _exponential), each(count, _sigmoid)
+    scores_of, select = each_numbered(count, _score(load)), _select(count)
+    orders_of, add_bias = each_numbered(count, _order), each_numbered(count, _biased)
+    shift, negate = each_numbered(count, _shifted), each_numbered(count, _negated)
+    exponentials, sigmoids = each_numbered(count, _exponential), each_numbered(count, _sigmoid)
     greatest_of, sum_of = _tree(count, maximum), _tree(count, _add)
     nothing = (0,) * count
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.moe_plan import NOT_YET
-from atlas_kernels.moe_route import each, row_route
+from atlas_kernels.moe_route import each_numbered, row_route
 from atlas_kernels.moe_router_plan import (
     ROUTER_COLUMNS,
     ROUTER_TILES,
@@ -294,7 +294,7 @@ def _row_scores(tile: RouterTile, multiply: Any, warps: int, fence: Any) -> Any:
     """
     vectors = tile.vectors
     ask, normalise, arrived = _ask(tile), _normalise(tile), copy_wait(0)
-    words_of, squares_of = each(vectors, _words), each(vectors, _squares)
+    words_of, squares_of = each_numbered(vectors, _words), each_numbered(vectors, _squares)
     row_sum, nothing = _row_sum(vectors), (0,) * vectors
 
     @device
