@@ -13,11 +13,11 @@ from atlas_kernels.ptx_warp import lane_id, lanes
 
 copy_weights = instruction(
     "",
-    "r l r",
-    f"{{ .reg .pred p; .reg .b64 h; setp.ne.b32 p, $2, 0; mov.b64 h, {EVICT_FIRST};"
-    " @p cp.async.cg.shared.global.L2::cache_hint.L2::256B [$0], [$1], 16, h; }",
+    "r l",
+    f"{{ .reg .b64 h; mov.b64 h, {EVICT_FIRST};"
+    " cp.async.cg.shared.global.L2::cache_hint.L2::256B [$0], [$1], 16, h; }",
 )
-"""``copy16_if`` of what is read once, from end to end: L2 fetches 256 bytes at a time, and gives
+"""``copy16`` of what is read once, from end to end: L2 fetches 256 bytes at a time, and gives
 their place up first. Else a step's experts would drive out what each layer reads again: code,
 tables."""
 
@@ -26,8 +26,7 @@ def ask_stage(tile: DecodeTile) -> tuple[Any, Any]:
     """Two device functions.
 
     - (address of a matrix, a unit's row, bytes of a row) → where this lane's part of it begins;
-    - (stage, that address further on, bytes from row to row, to row 8, of a row, 1): ask for it;
-      with 0 the same code is run, and nothing copied.
+    - (stage, that address further on, bytes from row to row, to row 8, of a row): ask for it.
     """
     pitch, share = tile.pitch, tile.chunk // 8
     shift, rows = share.bit_length() - 1, 32 // share
@@ -38,7 +37,7 @@ def ask_stage(tile: DecodeTile) -> tuple[Any, Any]:
         return matrix + i64(i32(row + (lane >> shift))) * row_bytes + i64((lane & (share - 1)) * 16)
 
     @device
-    def ask(place, source, row_bytes, half_bytes, num_bytes, is_real):
+    def ask(place, source, row_bytes, half_bytes, num_bytes):
         lane = lane_id()
         piece = i32((lane & (share - 1)) * 16)
         if piece < num_bytes:
@@ -46,7 +45,7 @@ def ask_stage(tile: DecodeTile) -> tuple[Any, Any]:
             for half in range(2):
                 at = source + half_bytes * half
                 for i in range(0, 8, rows):
-                    copy_weights(i32(target + (8 * half + i) * pitch), at, is_real)
+                    copy_weights(i32(target + (8 * half + i) * pitch), at)
                     at = at + row_bytes * rows
 
     return part_of, ask

@@ -34,7 +34,7 @@ from atlas_kernels.ptx_async import (
     launch_dependents,
     wait_prerequisites,
 )
-from atlas_kernels.ptx_math import fma, opaque, pack_bf16, unpack_bf16
+from atlas_kernels.ptx_math import fma, pack_bf16, unpack_bf16
 from atlas_kernels.ptx_memory import (
     dynamic_shared,
     load_b32,
@@ -101,8 +101,7 @@ def _choices(tile: DecodeTile) -> tuple[Any, Any]:
 def _parts(tile: DecodeTile) -> tuple[Any, Any]:
     """What comes before the wait, once experts are listed, and what comes after.
 
-    - ``start`` (base, own, entries of the list, …, 1) → a cursor: weights of experts are asked
-      for; with 0 the same code is run for one stage, and nothing copied;
+    - ``start`` (base, own, entries of the list, …) → a cursor: weights of experts are asked for;
     - ``finish`` (base, the same, cursor, …): everything else.
     """
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
@@ -128,12 +127,12 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
         return column, entry
 
     @device
-    def ask_next(base, own, place, w, w_shared, cursor, count, experts, dim, inner, is_real):
+    def ask_next(base, own, place, w, w_shared, cursor, count, experts, dim, inner):
         """Ask for a stage, if there is one; the cursor after it."""
         column, entry, source, at_k = cursor
         if column < dim:
             size = i32(min(i32(chunk), i32(inner - at_k)) * 2)
-            ask(place, source, i64(inner) * 2, i64(inner) * 16, size, is_real)
+            ask(place, source, i64(inner) * 2, i64(inner) * 16, size)
             source, at_k = source + 2 * chunk, i32(at_k + chunk)
             if at_k >= inner:
                 column, entry = unit_at(column, i32(entry + warps), count, dim)
@@ -192,20 +191,18 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
         return y_at, act_at, i32(rings + (thread_x() >> 5) * (stages * stage_bytes))
 
     @device
-    def start(base, own, count, w, w_shared, m, slots, experts, dim, inner, is_real):
+    def start(base, own, count, w, w_shared, m, slots, experts, dim, inner):
         _, _, ring = places_of(base, i32(m * slots), inner)
         first, warp = i32(block_x() * UNIT), i32(thread_x() >> 5)
         source, one = i64(0), i32(lanes() >> 5)
-        asked = i32(0 if is_real != 0 else stages - 1)
+        asked = i32(0)
         column, entry = unit_at(first, warp, count, dim)
         if column < dim:
             source = source_of(base, own, w, w_shared, column, entry, experts, dim, inner)
         cursor = (column, entry, source, i32(0))
         while asked < stages:  # constants: no need to wait
             place = i32(ring + asked * stage_bytes)
-            cursor = ask_next(
-                base, own, place, w, w_shared, cursor, count, experts, dim, inner, is_real
-            )
+            cursor = ask_next(base, own, place, w, w_shared, cursor, count, experts, dim, inner)
             asked = i32(asked + one)
         return cursor
 
@@ -239,7 +236,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
                     total = multiply(total, i32(place + line), i32(rows + at_k * 2), steps)
                     sync_warp()
                     cursor = ask_next(
-                        base, own, place, w, w_shared, cursor, count, experts, dim, inner, i32(1)
+                        base, own, place, w, w_shared, cursor, count, experts, dim, inner
                     )
                     stage, at_k = i32(stage + 1 if stage + 1 < stages else 0), i32(at_k + turn)
                 store_outputs(y_at, shuffle_b32(pair, row), total[0], total[2])
@@ -284,20 +281,13 @@ def make_moe_down(tile: DecodeTile) -> Any:
         launch_dependents()
         base, p, own, count = dynamic_shared(), thread_x(), i32(-1), i32(slots)
         pair = i32(min(lane_id() if one_row else p, i32(m * slots - 1)))
-        found, cursor = load_device_b32(ids + i64(pair) * 4), (i32(0), i32(0), i64(0), i32(0))
-        turn = opaque(i32(1 if one_row else 0))
-        while turn >= 0:  # of one row, first without asking
-            is_real = i32(0)
-            if turn == 0:
-                own, is_real = awaited_choice(ids, pair, opaque(found), is_awaited), i32(1)
-                if not one_row:
-                    own = i32(own if p < m * slots else -1)
-                    if p < m * slots:
-                        store_shared_b32(base + IDS_AT + p * 4, own)
-                    shared_id = i32(experts if w_shared != 0 else -1)
-                    count = list_them(base, own, m, slots, shared_id)
-            cursor = start(base, own, count, w, w_shared, m, slots, experts, dim, inner, is_real)
-            turn = i32(turn - 1)
+        own = awaited_choice(ids, pair, load_device_b32(ids + i64(pair) * 4), is_awaited)
+        if not one_row:
+            own = i32(own if p < m * slots else -1)
+            if p < m * slots:
+                store_shared_b32(base + IDS_AT + p * 4, own)
+            count = list_them(base, own, m, slots, i32(experts if w_shared != 0 else -1))
+        cursor = start(base, own, count, w, w_shared, m, slots, experts, dim, inner)
         begin(base)
         if one_row and p < slots:
             store_shared_b32(base + IDS_AT + p * 4, own)

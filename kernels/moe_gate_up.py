@@ -75,8 +75,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
 
     - ``start`` (base, …) → a cursor: weights of the shared expert are asked for;
     - ``share_of`` (entries of the list, cursor, …) → which units this thread block takes;
-    - ``go_on`` (base, cursor, that share, …, 1) → a cursor: so are others; with 0 the same code is
-      run for one stage, and nothing copied;
+    - ``go_on`` (base, cursor, that share, …) → a cursor: so are others;
     - ``finish`` (base, that cursor, …): everything else.
     """
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
@@ -119,13 +118,12 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
 
     @device
     def ask_next(
-        base, place, w, w_shared, index, source, at_k, count, far, first, experts, dim, inner,
-        is_real,
+        base, place, w, w_shared, index, source, at_k, count, far, first, experts, dim, inner
     ):  # fmt: skip
         """Ask for a stage, if there is one; the cursor after it."""
         if index < count:
             size = i32(min(i32(chunk), i32(dim - at_k)) * 2)
-            ask(place, source, i64(dim) * 2, i64(inner) * dim * 2, size, is_real)
+            ask(place, source, i64(dim) * 2, i64(inner) * dim * 2, size)
             source, at_k = source + 2 * chunk, i32(at_k + chunk)
             if at_k >= dim:
                 index, at_k = i32(index + warps), i32(0)
@@ -161,7 +159,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
         while asked < ahead:  # constants: no need to wait
             index, source, at_k = ask_next(
                 base, i32(ring + asked * stage_bytes), w, w_shared, index, source, at_k,
-                far, far, i32(0), experts, dim, inner, i32(1),
+                far, far, i32(0), experts, dim, inner,
             )  # fmt: skip
             asked = i32(asked + one)
         return asked, index, source, at_k
@@ -175,17 +173,16 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
         return count, far, first, place_of(cursor[1], far, first, inner)
 
     @device
-    def go_on(base, cursor, share, w, w_shared, m, experts, dim, inner, is_real):
+    def go_on(base, cursor, share, w, w_shared, m, experts, dim, inner):
         asked, next_index, source, next_k = cursor
         count, far, first, unit = share
         ring, one = ring_of(base, m, dim), i32(lanes() >> 5)
         if next_k == 0 and next_index < count:
             source = source_of(base, w, w_shared, unit, dim, inner)
-        asked = i32(asked if is_real != 0 else max(asked, i32(stages - 1)))
         while asked < stages:  # a group for each stage, be it empty
             next_index, source, next_k = ask_next(
                 base, i32(ring + asked * stage_bytes), w, w_shared, next_index, source, next_k,
-                count, far, first, experts, dim, inner, is_real,
+                count, far, first, experts, dim, inner,
             )  # fmt: skip
             asked = i32(asked + one)
         return next_index, source, next_k, count, far, first
@@ -212,7 +209,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
                 sync_warp()
                 next_index, source, next_k = ask_next(
                     base, place, w, w_shared, next_index, source, next_k,
-                    count, far, first, experts, dim, inner, i32(1),
+                    count, far, first, experts, dim, inner,
                 )  # fmt: skip
                 stage, at_k = i32(stage + 1 if stage + 1 < stages else 0), i32(at_k + turn)
             entry, column = place_of(index, far, first, inner)
@@ -258,7 +255,7 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
         expert = given_choices(base, ids, m, slots)
         listed = list_them(base, expert, m, slots, i32(experts if w_shared != 0 else -1))
         share = share_of(listed, cursor, w_shared, inner)
-        asked = go_on(base, cursor, share, w, w_shared, m, experts, dim, inner, i32(1))
+        asked = go_on(base, cursor, share, w, w_shared, m, experts, dim, inner)
         finish(base, asked, w, w_shared, act, m, slots, experts, dim, inner)
 
     return moe_gate_up
@@ -303,15 +300,14 @@ def make_routed_gate_up(tile: DecodeTile, count: int) -> Any:
             last = i64(its_scores + experts * 4)
         share, turn = share_of(i32(slots), cursor, w_shared, inner), opaque(i32(1))
         chosen = (i32(-1), i32(0), f32(0), f32(0), f32(0))
-        asked = (i32(0), i64(0), i32(0), i32(0), i32(0), i32(0))
         while turn >= 0:  # first on weights, which are constants, and with a single choice
-            read, behind, choices, is_real = i64(w), i64(0), i32(1), i32(0)
+            read, behind, choices = i64(w), i64(0), i32(1)
             if turn == 0:
                 wait_prerequisites()
                 launch_dependents()
                 if row == last_warp:
                     ask_rows(base, i32(base + x_offset), x, x_stride, m, i32(2 * dim))
-                read, behind, choices, is_real = its_scores, last, i32(top_k), i32(1)
+                read, behind, choices = its_scores, last, i32(top_k)
             chosen = choose(place, number, read, behind, bias, experts, choices, slots, use_sigmoid)
             if row < m and lane < slots:
                 store_shared_b32(i32(place + lane * 4), chosen[0])
@@ -319,8 +315,8 @@ def make_routed_gate_up(tile: DecodeTile, count: int) -> Any:
             listed = list_them(base, chosen[0], m, slots, shared_id)
             if not one_row:  # of which each choice is listed
                 share = share_of(listed, cursor, w_shared, inner)
-            asked = go_on(base, cursor, share, w, w_shared, m, experts, dim, inner, is_real)
             turn = i32(turn - 1)
+        asked = go_on(base, cursor, share, w, w_shared, m, experts, dim, inner)
         if block_x() == 0:
             at, is_mine = i64(row * slots + lane) * 4, row < m and lane < slots
             if is_mine:
