@@ -13,8 +13,7 @@ unit, not each stage.
 
 The choices are given, or each thread block makes them of the scores, a warp a row: sooner than one
 could make them for all, and hand them over. As nothing else can go on meanwhile, and an SM finds
-none of the code in its instruction cache, it is run once before the wait, on other numbers; so is
-the code that asks for the first weights, without asking.
+none of the code in its instruction cache, it is run once before the wait, on other numbers.
 
 The next kernel starts only after this one's own wait: it reads ids before its wait, which a kernel
 before this one wrote, or sees there that this one is about to.
