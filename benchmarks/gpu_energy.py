@@ -25,10 +25,11 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from atlas import Engine, SamplingParams  # noqa: E402
+from atlas import Engine  # noqa: E402
 from atlas.backends.cuda.graph import CapturedGraph  # noqa: E402
 from atlas.layers.step import StepShape  # noqa: E402
-from benchmarks.gpu_models import open_engine, prompts  # noqa: E402
+from benchmarks.gpu_models import open_engine  # noqa: E402
+from benchmarks.gpu_step_parts import decoding  # noqa: E402
 from benchmarks.random_checkpoint import SHAPES, RandomCheckpoint  # noqa: E402
 
 SECONDS, ROUNDS = 0.7, 3
@@ -101,16 +102,8 @@ def read_energy(meter: Meter) -> dict[str, float]:
     }
 
 
-def step_energy(meter: Meter, engine: Engine, batch: int, context: int) -> dict[str, float]:
+def step_energy(meter: Meter, engine: Engine, batch: int) -> dict[str, float]:
     """Of one decode step of ``batch`` sequences: milliseconds, joules, watts, MHz; medians."""
-    params, waiting = SamplingParams(max_tokens=64, ignore_eos=True), set()
-    for prompt in prompts(batch, context - 8, engine.model.config.vocab_size):
-        waiting.add(engine.submit(prompt, params))
-    running = set(waiting)
-    while waiting:
-        waiting -= {event.request_id for event in engine.step()}
-    for _ in range(3):  # prompts and steps under way are over
-        engine.step()
     core: Any = engine._loaded.core
     runtime = core.runtime
     shape = runtime.padded(StepShape.decode(batch))
@@ -129,10 +122,6 @@ def step_energy(meter: Meter, engine: Engine, batch: int, context: int) -> dict[
     count = round(10 * SECONDS / (time.perf_counter() - start))
     rounds = [measure(meter, steps, count) for _ in range(ROUNDS)]
     graph.close()
-    for request in running:
-        engine.cancel(request)
-    while engine.has_unfinished():
-        engine.step()
     found = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
     return {
         "ms": 1e3 * found["seconds"],
@@ -159,7 +148,8 @@ def main() -> None:
         max_seq_len=16384, chunk_tokens=2048,
     ) as engine:  # fmt: skip
         for batch in args.batches:
-            results[f"batch {batch}"] = found = step_energy(meter, engine, batch, args.context)
+            with decoding(engine, batch, args.context):
+                results[f"batch {batch}"] = found = step_energy(meter, engine, batch)
             words = "  ".join(f"{value:8.3f} {key}" for key, value in found.items())
             print(f"{args.shape}  batch {batch:3d}  {words}", flush=True)
     if args.json:

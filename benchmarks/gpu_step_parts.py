@@ -14,7 +14,8 @@ import argparse
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,9 @@ def microseconds(runtime: Any, recording: Recording, count: int) -> float:
     return statistics.median(times[1:])
 
 
-def take_decode_apart(engine: Engine, batch: int, context: int) -> None:
-    """Graphs of parts of a step in which all sequences of a batch decode, over its real tables."""
+@contextmanager
+def decoding(engine: Engine, batch: int, context: int) -> Iterator[None]:
+    """Within it the step that was launched last decodes a sequence of each of ``batch`` prompts."""
     params, waiting = SamplingParams(max_tokens=64, ignore_eos=True), set()
     for prompt in prompts(batch, context - 8, engine.model.config.vocab_size):
         waiting.add(engine.submit(prompt, params))
@@ -81,11 +83,17 @@ def take_decode_apart(engine: Engine, batch: int, context: int) -> None:
         waiting -= {event.request_id for event in engine.step()}
     for _ in range(3):  # prompts and steps under way are over: what was launched last decodes
         engine.step()
-    take_apart(engine, StepShape.decode(batch), f"batch {batch}", 10)
+    yield
     for request in running:
         engine.cancel(request)
     while engine.has_unfinished():
         engine.step()
+
+
+def take_decode_apart(engine: Engine, batch: int, context: int) -> None:
+    """Graphs of parts of a step in which all sequences of a batch decode, over its real tables."""
+    with decoding(engine, batch, context):
+        take_apart(engine, StepShape.decode(batch), f"batch {batch}", 10)
 
 
 def take_prompt_apart(engine: Engine, length: int) -> None:
