@@ -52,7 +52,12 @@ class HostCall:
 
 Launch = KernelLaunch | MatmulLaunch | HostCall
 _LONG, _HALF = 4, 50
-_LARGE_SM, _SMALL_SM = (9, 0), (12, 0)  # from and below: 228 KB of shared memory an SM
+_LARGE_SM, _SMALL_SM = (9, 0), (12, 0)  # from and below
+
+
+def has_large_sms(capability: tuple[int, int]) -> bool:
+    """Whether an SM has 228 KB of shared memory, of which a thread block may have 227."""
+    return _LARGE_SM <= capability < _SMALL_SM
 
 
 def carveout(
@@ -67,7 +72,7 @@ def carveout(
     be enough for as many thread blocks, which on smaller SMs it is not.
     """
     is_long = dynamic_shared_bytes == 0 and num_blocks > _LONG * num_sms
-    return _HALF if is_long and _LARGE_SM <= capability < _SMALL_SM else -1
+    return _HALF if is_long and has_large_sms(capability) else -1
 
 
 @dataclass(eq=False)

@@ -28,15 +28,14 @@ from atlas_kernels.moe_router_plan import ROUTER_COLUMNS, router_variant
 
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.check import Args, is_aligned, match, require
-from atlas.backends.cuda.launch import Argument, Queue
+from atlas.backends.cuda.launch import Argument, Queue, has_large_sms
 from atlas.backends.cuda.linear import linear
 from atlas.backends.cuda.norm import rmsnorm
 from atlas.backends.cuda.pack import DeviceMatrix
 from atlas.errors import ShapeError
 from atlas.ops.moe import Scoring, block_in_parts, router_in_parts
 
-_LARGE_SM, _SMALL_SM = (9, 0), (12, 0)  # from and below: thread blocks of up to 227 KB
-_SHARED_BYTES, _LEAST_SHARED_BYTES = 227 * 1024, 99 * 1024  # there, and on every GPU since sm_80
+_SHARED_BYTES, _LEAST_SHARED_BYTES = 227 * 1024, 99 * 1024  # of large SMs, and since sm_80
 _MOST_EXPERTS, _MOST_CHOICES = 1024, 31
 _COMBINE_COLUMNS = 1024
 _AT_ONCE_ROWS, _WGMMA_EXPERTS = 4, 256
@@ -101,7 +100,7 @@ def moe_router(
     _check_choice(rows, num_experts, scoring, bias, num_groups, top_groups, slots, ids, weights)
     variant = None
     if rows <= _AT_ONCE_ROWS and _is_routed_at_once(x, norm, router, normed, scores):
-        room = _SHARED_BYTES if _is_large(queue) else _LEAST_SHARED_BYTES
+        room = _SHARED_BYTES if has_large_sms(queue.device.capability) else _LEAST_SHARED_BYTES
         variant = router_variant(rows, dim=dim, experts=num_experts, shared_bytes=room)
     if variant is None:
         parts: dict[str, Callable[..., None]]
@@ -121,11 +120,6 @@ def moe_router(
     args += (x.strides[0], normed.strides[0], scores.strides[0])
     name = f"moe_router_{_form(queue, num_experts)}{variant}"
     queue.launch(name, (-(-router.rows // ROUTER_COLUMNS), 1), args, router)
-
-
-def _is_large(queue: Queue) -> bool:
-    """Whether thread blocks may have 227 KB: then there are decode kernels."""
-    return _LARGE_SM <= queue.device.capability < _SMALL_SM
 
 
 def _form(queue: Queue, num_experts: int) -> str:
@@ -170,7 +164,7 @@ def moe_experts(
     last_up: Argument = 0 if shared_gate_up is None else shared_gate_up.data
     last_down: Argument = 0 if shared_down is None else shared_down.data
     variant = None
-    if _is_large(queue):
+    if has_large_sms(queue.device.capability):
         variant = decode_variant(rows, dim=dim, inner=inner, slots=slots)
     if variant is not None:
         args: Args = (weight, last_up, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
@@ -236,7 +230,8 @@ def moe_block(
 ) -> None:
     (rows, dim), (_, choices, inner) = x.shape, expert_activated.shape
     router_kernel, variant, kernel = None, None, None
-    if _is_large(queue) and _is_routed_at_once(x, norm, router, normed, scores):
+    has_room = has_large_sms(queue.device.capability)
+    if has_room and _is_routed_at_once(x, norm, router, normed, scores):
         router_kernel = router_variant(rows, dim=dim, experts=0, shared_bytes=_SHARED_BYTES)
         variant = decode_variant(rows, dim=dim, inner=inner, slots=choices)
     joins = router.rows > num_experts
