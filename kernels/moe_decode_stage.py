@@ -17,23 +17,24 @@ copy_weights = instruction(
     f"{{ .reg .b64 h; mov.b64 h, {EVICT_FIRST};"
     " cp.async.cg.shared.global.L2::cache_hint.L2::256B [$0], [$1], 16, h; }",
 )
-"""``copy16`` of what is read once, from end to end: L2 fetches 256 bytes at a time, and gives their
-place up first. Else a step's experts would drive out what each layer reads again: code, tables."""
+"""``copy16`` of what is read once, from end to end: L2 fetches 256 bytes at a time, and gives
+their place up first. Else a step's experts would drive out what each layer reads again: code,
+tables."""
 
 
 def ask_stage(tile: DecodeTile) -> tuple[Any, Any]:
     """Two device functions.
 
-    - (address of a unit, bytes from row to row) → where this lane's part of it begins;
+    - (address of a matrix, a unit's row, bytes of a row) → where this lane's part of it begins;
     - (stage, that address further on, bytes from row to row, to row 8, of a row): ask for it.
     """
     pitch, share = tile.pitch, tile.chunk // 8
     shift, rows = share.bit_length() - 1, 32 // share
 
     @device
-    def part_of(unit, row_bytes):
+    def part_of(matrix, row, row_bytes):
         lane = lane_id()
-        return unit + i64(lane >> shift) * row_bytes + i64((lane & (share - 1)) * 16)
+        return matrix + i64(i32(row + (lane >> shift))) * row_bytes + i64((lane & (share - 1)) * 16)
 
     @device
     def ask(place, source, row_bytes, half_bytes, num_bytes):

@@ -3,6 +3,10 @@
 Streams, units and order are as there; all weights that fit are asked for while that kernel still
 runs. It lets this one start only after its own wait, so ids may be read before this one's wait: a
 kernel before it wrote them, or left word that it writes them itself, with all else to do.
+
+Thread blocks come when an SM's of that kernel have left, and find none of their code in its
+instruction cache. At one row, each warp has the choices in its lanes, needs no list, and runs what
+asks for its first weights once, without asking, while the choices are on their way.
 """
 
 from __future__ import annotations
@@ -15,14 +19,14 @@ from atlas_kernels.moe_lists import (
     BARRIER_AT,
     IDS_AT,
     ask_rows,
-    awaited_choices,
+    awaited_choice,
     begin,
     entries_at,
     list_experts,
     pair_of,
     weights_at,
 )
-from atlas_kernels.moe_plan import DOWN_TILES, NO_UNIT, UNIT, DecodeTile
+from atlas_kernels.moe_plan import DOWN_TILES, UNIT, DecodeTile
 from atlas_kernels.ptx_async import (
     barrier_wait,
     copy_commit,
@@ -30,10 +34,11 @@ from atlas_kernels.ptx_async import (
     launch_dependents,
     wait_prerequisites,
 )
-from atlas_kernels.ptx_math import fma, pack_bf16, quotient, remainder, unpack_bf16
+from atlas_kernels.ptx_math import fma, pack_bf16, unpack_bf16
 from atlas_kernels.ptx_memory import (
     dynamic_shared,
     load_b32,
+    load_device_b32,
     load_f32,
     load_shared_b32,
     load_shared_f32,
@@ -60,44 +65,85 @@ _WORDS = UNIT // 2
 _WORD_SHIFT = _WORDS.bit_length() - 1
 
 
+def _choices(tile: DecodeTile) -> tuple[Any, Any]:
+    """Two device functions, of an entry of the list of experts to read:
+
+    - (base, own, entry, experts, shared expert's weights) → its expert;
+    - (base, row, entry, m, slots, shared expert's weights) → a row's pair with it, or −1.
+
+    ``own`` are a single row's choices, in the lanes of each warp, which then needs no list.
+    """
+    entries = entries_at(tile)
+
+    @device
+    def listed_expert(base, own, entry, experts, w_shared):
+        return load_shared_b32(base + entries + entry * 4)
+
+    @device
+    def listed_pair(base, row, entry, m, slots, w_shared):
+        return pair_of(base, row, load_shared_b32(base + entries + entry * 4), m, slots)
+
+    @device
+    def own_expert(base, own, entry, experts, w_shared):
+        slot = i32(entry - 1 if w_shared != 0 else entry)
+        expert = max(shuffle_b32(own, slot), i32(0))  # of −1 the result is dropped
+        return i32(experts if slot < 0 else expert)
+
+    @device
+    def own_pair(base, row, entry, m, slots, w_shared):
+        slot = i32(entry - 1 if w_shared != 0 else entry)
+        slot = i32(slots - 1 if slot < 0 else slot)
+        return i32(slot if row == 0 else -1)
+
+    return (own_expert, own_pair) if tile.rows == 1 else (listed_expert, listed_pair)
+
+
 def _parts(tile: DecodeTile) -> tuple[Any, Any]:
     """What comes before the wait, once experts are listed, and what comes after.
 
-    - ``start`` (base, entries of the list, …) → a cursor: weights of experts are asked for;
+    - ``start`` (base, own, entries of the list, …) → a cursor: weights of experts are asked for;
     - ``finish`` (base, the same, cursor, …): everything else.
     """
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
     pitch, multiply = tile.pitch, multiply_stage(tile)
     (part_of, ask), arrived = ask_stage(tile), copy_wait(stages - 1)
-    entries, weights_offset, y_offset = entries_at(tile), weights_at(tile), tile.list_bytes
+    weights_offset, y_offset = weights_at(tile), tile.list_bytes
+    expert_at, pair_at = _choices(tile)
 
     @device
-    def source_of(base, w, w_shared, unit, experts, dim, inner, count):
+    def source_of(base, own, w, w_shared, column, entry, experts, dim, inner):
         """Where this lane's part of a unit begins: 16 rows of an expert."""
-        group, entry = quotient(unit, count), remainder(unit, count)
-        column = i32((block_x() + group * num_blocks_x()) * UNIT)
-        expert = load_shared_b32(base + entries + entry * 4)
-        start = w_shared
+        expert = expert_at(base, own, entry, experts, w_shared)
+        start, row = w_shared, column
         if expert != experts:
-            start = w + i64(expert) * (i64(inner) * dim * 2)
-        return part_of(start + i64(column) * inner * 2, i64(inner) * 2)
+            start, row = w, i32(column + expert * dim)
+        return part_of(start, row, i32(inner * 2))
 
     @device
-    def ask_next(base, place, w, w_shared, unit, source, at_k, units, experts, dim, inner, count):
+    def unit_at(column, entry, count, dim):
+        """An entry beyond the list is one of this thread block's next columns."""
+        while entry >= count and column < dim:
+            column, entry = i32(column + num_blocks_x() * UNIT), i32(entry - count)
+        return column, entry
+
+    @device
+    def ask_next(base, own, place, w, w_shared, cursor, count, experts, dim, inner):
         """Ask for a stage, if there is one; the cursor after it."""
-        if unit < units:
-            size = i32(min(chunk, inner - at_k) * 2)
+        column, entry, source, at_k = cursor
+        if column < dim:
+            size = i32(min(i32(chunk), i32(inner - at_k)) * 2)
             ask(place, source, i64(inner) * 2, i64(inner) * 16, size)
             source, at_k = source + 2 * chunk, i32(at_k + chunk)
             if at_k >= inner:
-                unit, at_k = i32(unit + warps), i32(0)
-                if unit < units:
-                    source = source_of(base, w, w_shared, unit, experts, dim, inner, count)
+                column, entry = unit_at(column, i32(entry + warps), count, dim)
+                at_k = i32(0)
+                if column < dim:
+                    source = source_of(base, own, w, w_shared, column, entry, experts, dim, inner)
         copy_commit()
-        return unit, source, at_k
+        return column, entry, source, at_k
 
     @device
-    def combine(base, y_at, before, out, group, m, slots, out_stride):
+    def combine(base, y_at, before, out, column, m, slots, out_stride):
         """Add each row's experts, two columns a thread; nothing here waits for global memory."""
         row, word = i32(thread_x() >> _WORD_SHIFT), i32(thread_x() & (_WORDS - 1))
         if row < m:
@@ -110,15 +156,15 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
                 c, d = fma(weight, y0, a), fma(weight, y1, b)
                 a, b = (c if expert >= 0 else a), (d if expert >= 0 else b)
             r0, r1 = unpack_bf16(before)
-            column = i64(group * UNIT + word * 2) * 2
-            store_b32(out + row * out_stride + column, pack_bf16(a + r0, b + r1))
+            at = out + row * out_stride + i64(column + word * 2) * 2
+            store_b32(at, pack_bf16(a + r0, b + r1))
 
     @device
-    def residual_word(residual, stride, group, m):
+    def residual_word(residual, stride, column, m):
         """What this thread adds in ``combine``: −0 twice where there is no residual."""
         row, word = i32(thread_x() >> _WORD_SHIFT), i32(thread_x() & (_WORDS - 1))
         if residual != 0 and row < m:
-            return load_b32(residual + row * stride + i64(group * UNIT + word * 2) * 2)
+            return load_b32(residual + row * stride + i64(column + word * 2) * 2)
         return i32(-0x7FFF8000)
 
     @device
@@ -137,12 +183,6 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
             store_shared_b32(at if is_even else i32(at + 16), word)
 
     @device
-    def groups_of(dim):
-        """How many groups of 16 columns this thread block takes."""
-        all_groups = quotient(dim, UNIT)
-        return quotient(i32(all_groups - block_x() + num_blocks_x() - 1), num_blocks_x())
-
-    @device
     def places_of(base, pairs, inner):
         """Where outputs lie, activations, and this warp's ring."""
         y_at = i32(base + y_offset)
@@ -151,48 +191,40 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
         return y_at, act_at, i32(rings + (thread_x() >> 5) * (stages * stage_bytes))
 
     @device
-    def start(base, count, w, w_shared, m, slots, experts, dim, inner):
+    def start(base, own, count, w, w_shared, m, slots, experts, dim, inner):
         _, _, ring = places_of(base, i32(m * slots), inner)
-        units, warp = i32(groups_of(dim) * count), i32(thread_x() >> 5)
-        unit = i32(warp if warp < warps else NO_UNIT)
-        asked, source, at_k, one = i32(0), i64(0), i32(0), i32(lanes() >> 5)
-        if unit < units:
-            source = source_of(base, w, w_shared, unit, experts, dim, inner, count)
+        first, warp = i32(block_x() * UNIT), i32(thread_x() >> 5)
+        source, one = i64(0), i32(lanes() >> 5)
+        asked = i32(0)
+        column, entry = unit_at(first, warp, count, dim)
+        if column < dim:
+            source = source_of(base, own, w, w_shared, column, entry, experts, dim, inner)
+        cursor = (column, entry, source, i32(0))
         while asked < stages:  # constants: no need to wait
-            unit, source, at_k = ask_next(
-                base, i32(ring + asked * stage_bytes), w, w_shared, unit, source, at_k,
-                units, experts, dim, inner, count,
-            )  # fmt: skip
+            place = i32(ring + asked * stage_bytes)
+            cursor = ask_next(base, own, place, w, w_shared, cursor, count, experts, dim, inner)
             asked = i32(asked + one)
-        return unit, source, at_k
+        return cursor
 
     @device
     def finish(
-        base, count, cursor, w, w_shared, weights, act, residual, out, m, slots, experts, dim,
+        base, own, count, cursor, w, w_shared, weights, act, residual, out, m, slots, experts, dim,
         inner, residual_stride, out_stride,
     ):  # fmt: skip
-        next_unit, source, next_k = cursor
         p, lane, one, pairs = thread_x(), lane_id(), i32(lanes() >> 5), i32(m * slots)
         y_at, act_at, ring = places_of(base, pairs, inner)
-        groups, warp = groups_of(dim), i32(p >> 5)
-        units, unit = i32(groups * count), i32(warp if warp < warps else NO_UNIT)
         wait_prerequisites()
-        if warp == 0:
+        if p < 32:
             ask_rows(base, act_at, act, i64(inner) * 2, pairs, i32(2 * inner))
         sync_threads()
         weight = load_f32(weights + i64(min(p, i32(pairs - 1))) * 4)
-        before = residual_word(residual, residual_stride, block_x(), m)
-        own, row = i32(lane & 7), i32((lane & 3) * 2)
+        row = i32((lane & 3) * 2)
         line = i32((lane & 15) * pitch + (lane >> 4) * 16)
-        stage, turn = i32(0), i32(one * chunk)
-        for group in range(groups):
-            columns = i32(block_x() + group * num_blocks_x())
-            if group > 0:
-                before = residual_word(residual, residual_stride, columns, m)
-            end = i32((group + 1) * count)
-            while unit < end:
-                expert = load_shared_b32(base + entries + remainder(unit, count) * 4)
-                pair = pair_of(base, own, expert, m, slots)
+        stage, turn, entry, column = i32(0), i32(one * chunk), i32(p >> 5), i32(block_x() * UNIT)
+        while column < dim:
+            before = residual_word(residual, residual_stride, column, m)
+            while entry < count:
+                pair = pair_at(base, i32(lane & 7), entry, m, slots, w_shared)
                 rows = i32(act_at + max(pair, i32(0)) * (2 * inner + 16) + (lane >> 3) * 16)
                 barrier_wait(i32(base + BARRIER_AT), 0)  # once it is over, at no cost
                 total, at_k = mma_zero(), i32(0)
@@ -203,19 +235,20 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
                     steps = i32(min(chunk, inner - at_k) >> 6)
                     total = multiply(total, i32(place + line), i32(rows + at_k * 2), steps)
                     sync_warp()
-                    next_unit, source, next_k = ask_next(
-                        base, place, w, w_shared, next_unit, source, next_k,
-                        units, experts, dim, inner, count,
-                    )  # fmt: skip
+                    cursor = ask_next(
+                        base, own, place, w, w_shared, cursor, count, experts, dim, inner
+                    )
                     stage, at_k = i32(stage + 1 if stage + 1 < stages else 0), i32(at_k + turn)
                 store_outputs(y_at, shuffle_b32(pair, row), total[0], total[2])
                 store_outputs(y_at, shuffle_b32(pair, i32(row + 1)), total[1], total[3])
-                unit = i32(unit + warps)
+                entry = i32(entry + warps)
+            entry = i32(entry - count)
             if p < pairs:  # they have come by now
                 store_shared_f32(base + weights_offset + p * 4, weight)
             sync_threads()
-            combine(base, y_at, before, out, columns, m, slots, out_stride)
-            if group + 1 < groups:
+            combine(base, y_at, before, out, column, m, slots, out_stride)
+            column = i32(column + num_blocks_x() * UNIT)
+            if column < dim:
                 sync_threads()
 
     return start, finish
@@ -239,21 +272,28 @@ def make_moe_down(tile: DecodeTile) -> Any:
     residual and out in bytes. Ids are read before the wait: if so, again and again while they are
     ``NOT_YET``. A thread block takes 16 columns at a time, a warp one expert of them.
     """
-    (start, finish), list_them = _parts(tile), list_experts(tile)
+    (start, finish), list_them, one_row = _parts(tile), list_experts(tile), tile.rows == 1
 
     def moe_down(
         w, w_shared, ids, weights, act, residual, out, m, slots, experts, dim, inner, is_awaited,
         residual_stride, out_stride,
     ):  # fmt: skip
         launch_dependents()
-        base = dynamic_shared()
+        base, p, own, count = dynamic_shared(), thread_x(), i32(-1), i32(slots)
+        pair = i32(min(lane_id() if one_row else p, i32(m * slots - 1)))
+        own = awaited_choice(ids, pair, load_device_b32(ids + i64(pair) * 4), is_awaited)
+        if not one_row:
+            own = i32(own if p < m * slots else -1)
+            if p < m * slots:
+                store_shared_b32(base + IDS_AT + p * 4, own)
+            count = list_them(base, own, m, slots, i32(experts if w_shared != 0 else -1))
+        cursor = start(base, own, count, w, w_shared, m, slots, experts, dim, inner)
         begin(base)
-        expert = awaited_choices(base, ids, m, slots, is_awaited)
-        count = list_them(base, expert, m, slots, i32(experts if w_shared != 0 else -1))
-        cursor = start(base, count, w, w_shared, m, slots, experts, dim, inner)
+        if one_row and p < slots:
+            store_shared_b32(base + IDS_AT + p * 4, own)
         finish(
-            base, count, cursor, w, w_shared, weights, act, residual, out, m, slots, experts, dim,
-            inner, residual_stride, out_stride,
+            base, own, count, cursor, w, w_shared, weights, act, residual, out, m, slots, experts,
+            dim, inner, residual_stride, out_stride,
         )  # fmt: skip
 
     return moe_down

@@ -69,11 +69,12 @@ from atlas_kernels.ptx_warp import (
 from atlas_kernels.registry import kernel
 
 
-def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
+def _parts(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
     """What comes before the choices are known, and what comes after.
 
     - ``start`` (base, …) → a cursor: weights of the shared expert are asked for;
-    - ``go_on`` (base, cursor, entries of the list, …) → a cursor: so are others;
+    - ``share_of`` (entries of the list, cursor, …) → which units this thread block takes;
+    - ``go_on`` (base, cursor, that share, …) → a cursor: so are others;
     - ``finish`` (base, that cursor, …): everything else.
     """
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
@@ -99,21 +100,20 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
         return i32(far + end - begin), i32(known + begin - far)
 
     @device
-    def place_of(base, index, far, first, inner):
+    def place_of(index, far, first, inner):
         """Entry and first column of this thread block's unit ``index``."""
         unit = unit_at(index, far, first)
         entry = quotient(unit, inner >> 3)
         return entry, i32(unit * 8 - entry * inner)
 
     @device
-    def source_of(base, w, w_shared, index, far, first, experts, dim, inner):
+    def source_of(base, w, w_shared, place, dim, inner):
         """Where this lane's part of a unit begins."""
-        entry, column = place_of(base, index, far, first, inner)
-        start = w_shared
+        (entry, column), start = place, w_shared
         if entry > 0 or w_shared == 0:
             expert = load_shared_b32(base + entries + entry * 4)
-            start = w + i64(expert) * (i64(inner) * dim * 4)
-        return part_of(start + i64(column) * dim * 2, i64(dim) * 2)
+            start, column = w, i32(column + expert * (inner * 2))
+        return part_of(start, column, i32(dim * 2))
 
     @device
     def ask_next(
@@ -121,13 +121,14 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
     ):  # fmt: skip
         """Ask for a stage, if there is one; the cursor after it."""
         if index < count:
-            size = i32(min(chunk, dim - at_k) * 2)
+            size = i32(min(i32(chunk), i32(dim - at_k)) * 2)
             ask(place, source, i64(dim) * 2, i64(inner) * dim * 2, size)
             source, at_k = source + 2 * chunk, i32(at_k + chunk)
             if at_k >= dim:
                 index, at_k = i32(index + warps), i32(0)
                 if index < count:
-                    source = source_of(base, w, w_shared, index, far, first, experts, dim, inner)
+                    unit = place_of(index, far, first, inner)
+                    source = source_of(base, w, w_shared, unit, dim, inner)
         copy_commit()
         return index, source, at_k
 
@@ -151,7 +152,8 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
         index = i32(warp if warp < warps else NO_UNIT)
         asked, source, at_k, ahead = i32(0), i64(0), i32(0), i32(0)
         if index < far:
-            source = source_of(base, w, w_shared, index, far, i32(0), experts, dim, inner)
+            unit = place_of(index, far, i32(0), inner)
+            source = source_of(base, w, w_shared, unit, dim, inner)
             ahead = i32(min(stages, quotient(i32(dim + chunk - 1), chunk)))
         while asked < ahead:  # constants: no need to wait
             index, source, at_k = ask_next(
@@ -162,14 +164,20 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
         return asked, index, source, at_k
 
     @device
-    def go_on(base, cursor, listed, w, w_shared, m, experts, dim, inner):
-        asked, next_index, source, next_k = cursor
-        ring, one, tiles = ring_of(base, m, dim), i32(lanes() >> 5), i32(inner >> 3)
+    def share_of(listed, cursor, w_shared, inner):
+        tiles = i32(inner >> 3)
         known = i32(tiles if w_shared != 0 else 0)
         far = known_of(known)
         count, first = deal(i32(listed * tiles), known, far)
+        return count, far, first, place_of(cursor[1], far, first, inner)
+
+    @device
+    def go_on(base, cursor, share, w, w_shared, m, experts, dim, inner):
+        asked, next_index, source, next_k = cursor
+        count, far, first, unit = share
+        ring, one = ring_of(base, m, dim), i32(lanes() >> 5)
         if next_k == 0 and next_index < count:
-            source = source_of(base, w, w_shared, next_index, far, first, experts, dim, inner)
+            source = source_of(base, w, w_shared, unit, dim, inner)
         while asked < stages:  # a group for each stage, be it empty
             next_index, source, next_k = ask_next(
                 base, i32(ring + asked * stage_bytes), w, w_shared, next_index, source, next_k,
@@ -203,7 +211,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
                     count, far, first, experts, dim, inner,
                 )  # fmt: skip
                 stage, at_k = i32(stage + 1 if stage + 1 < stages else 0), i32(at_k + turn)
-            entry, column = place_of(base, index, far, first, inner)
+            entry, column = place_of(index, far, first, inner)
             expert = load_shared_b32(base + entries + entry * 4)
             pair = pair_of(base, own, expert, m, slots)
             # A lane holds gate and up of column lane / 4, of rows 2 (lane % 4) and the next.
@@ -213,7 +221,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
             store_one(act, lower, column, inner, total[1], total[3])
             index = i32(index + warps)
 
-    return start, go_on, finish
+    return start, share_of, go_on, finish
 
 
 @kernel(
@@ -232,7 +240,7 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
     [m, D]; ids int32 [m, slots]; act [m · slots, F]; m, slots, E, D, F; the stride of x in bytes.
     All bf16 and contiguous but x. A pair without a choice is not written.
     """
-    (start, go_on, finish), list_them = _parts(tile), list_experts(tile)
+    (start, share_of, go_on, finish), list_them = _parts(tile), list_experts(tile)
     x_offset = tile.list_bytes
 
     def moe_gate_up(w, w_shared, x, ids, act, m, slots, experts, dim, inner, x_stride):
@@ -245,7 +253,8 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
             ask_rows(base, i32(base + x_offset), x, x_stride, m, i32(2 * dim))
         expert = given_choices(base, ids, m, slots)
         listed = list_them(base, expert, m, slots, i32(experts if w_shared != 0 else -1))
-        asked = go_on(base, cursor, listed, w, w_shared, m, experts, dim, inner)
+        share = share_of(listed, cursor, w_shared, inner)
+        asked = go_on(base, cursor, share, w, w_shared, m, experts, dim, inner)
         finish(base, asked, w, w_shared, act, m, slots, experts, dim, inner)
 
     return moe_gate_up
@@ -272,10 +281,10 @@ def make_routed_gate_up(tile: DecodeTile, count: int) -> Any:
     ``scores`` [m, columns], their stride, and what decides on choices and weights are those of
     ``moe_router``; bias and ``active`` are read before the wait.
     """
-    (start, go_on, finish), list_them = _parts(tile), list_experts(tile)
+    (start, share_of, go_on, finish), list_them = _parts(tile), list_experts(tile)
     x_offset = tile.list_bytes
     choose, weigh = row_choice(count, load_l2_f32), row_weight(load_l2_f32)
-    last_warp = tile.threads // 32 - 1
+    last_warp, one_row = tile.threads // 32 - 1, tile.rows == 1
 
     def moe_gate_up(
         w, w_shared, x, scores, bias, active, ids, weights, act, m, slots, experts, dim, inner,
@@ -288,7 +297,7 @@ def make_routed_gate_up(tile: DecodeTile, count: int) -> Any:
         its_scores, last = i64(scores + row * scores_stride), i64(0)
         if columns > experts:
             last = i64(its_scores + experts * 4)
-        listed, turn = i32(0), opaque(i32(1))
+        share, turn = share_of(i32(slots), cursor, w_shared, inner), opaque(i32(1))
         chosen = (i32(-1), i32(0), f32(0), f32(0), f32(0))
         while turn >= 0:  # first on weights, which are constants, and with a single choice
             read, behind, choices = i64(w), i64(0), i32(1)
@@ -303,8 +312,10 @@ def make_routed_gate_up(tile: DecodeTile, count: int) -> Any:
                 store_shared_b32(i32(place + lane * 4), chosen[0])
             shared_id = i32(experts if w_shared != 0 else -1)
             listed = list_them(base, chosen[0], m, slots, shared_id)
+            if not one_row:  # of which each choice is listed
+                share = share_of(listed, cursor, w_shared, inner)
             turn = i32(turn - 1)
-        asked = go_on(base, cursor, listed, w, w_shared, m, experts, dim, inner)
+        asked = go_on(base, cursor, share, w, w_shared, m, experts, dim, inner)
         if block_x() == 0:
             at, is_mine = i64(row * slots + lane) * 4, row < m and lane < slots
             if is_mine:

@@ -48,55 +48,61 @@ def entries_at(tile: DecodeTile) -> int:
 def list_experts(tile: DecodeTile) -> Any:
     """(base, expert, m, slots, shared expert's id or −1): list what is to be read; how much.
 
-    Each expert among the choices once, into shared memory. The choices lie at ``IDS_AT``, and a
-    single row's are the first warp's ``expert`` as well. The shared expert comes first where there
-    is one, then the others by their first pair. Entries are ids; their number lies at ``COUNT_AT``.
-    Of one row each choice is an entry: it made them all differ.
+    Each expert among the choices once, into shared memory. The choices lie at ``IDS_AT``, and of a
+    tile of one row are the first warp's ``expert``; each is an entry then: a row's choices differ.
+    The shared expert comes first where there is one, then the others by their first pair. Entries
+    are ids.
     """
     entries = entries_at(tile)
 
     @device
-    def list_them(base, expert, m, slots, shared_id):
-        p, lane = thread_x(), lane_id()
-        pairs, shared, count = i32(m * slots), i32(1 if shared_id >= 0 else 0), i32(slots)
+    def list_row(base, expert, m, slots, shared_id):
+        p, shared = thread_x(), i32(1 if shared_id >= 0 else 0)
         if p == 0 and shared != 0:
             store_shared_b32(base + entries, shared_id)
-        if m == 1:
-            if p < slots - shared:  # an id of −1 reads expert 0, and the result is dropped
-                store_shared_b32(base + entries + (p + shared) * 4, max(expert, i32(0)))
-        else:
-            sync_threads()
-            expert = load_shared_b32(base + IDS_AT + min(p, i32(pairs - 1)) * 4)
-            expert = expert if p < pairs else i32(-1)
-            is_first = i32(1 if expert >= 0 and expert != shared_id else 0)
-            # A row's choices differ, so only earlier rows can have made this one.
-            earlier = i32(quotient(min(p, i32(pairs - 1)), slots) * slots)
-            for q in range(0, earlier, 4):
-                others = load_shared_b32x4(base + IDS_AT + q * 4)
-                left = i32(earlier - q)
-                same = others[0] == expert or (others[1] == expert and left > 1)
-                same = same or (others[2] == expert and left > 2)
-                if same or (others[3] == expert and left > 3):
-                    is_first = i32(0)
-            sync_warp()
-            firsts = ballot(is_first)
-            if lane == 0 and p < 256:
-                store_shared_b32(base + FIRSTS_AT + (p >> 5) * 4, firsts)
-            sync_threads()
-            place, count = shared, shared
-            for word in range(quotient(i32(pairs + 31), 32)):
-                bits = popcount(load_shared_b32(base + FIRSTS_AT + word * 4))
-                place = i32(place + bits) if word < p >> 5 else place
-                count = i32(count + bits)
-            place = i32(place + popcount(i32(firsts & i32((i64(1) << lane) - 1))))
-            if is_first != 0:
-                store_shared_b32(base + entries + place * 4, expert)
+        if p < slots - shared:  # an id of −1 reads expert 0, and the result is dropped
+            store_shared_b32(base + entries + (p + shared) * 4, max(expert, i32(0)))
+        sync_threads()
+        return i32(slots)
+
+    @device
+    def list_rows(base, expert, m, slots, shared_id):
+        p, lane = thread_x(), lane_id()
+        pairs, shared = i32(m * slots), i32(1 if shared_id >= 0 else 0)
+        if p == 0 and shared != 0:
+            store_shared_b32(base + entries, shared_id)
+        sync_threads()
+        expert = load_shared_b32(base + IDS_AT + min(p, i32(pairs - 1)) * 4)
+        expert = expert if p < pairs else i32(-1)
+        is_first = i32(1 if expert >= 0 and expert != shared_id else 0)
+        # A row's choices differ, so only earlier rows can have made this one.
+        earlier = i32(quotient(min(p, i32(pairs - 1)), slots) * slots)
+        for q in range(0, earlier, 4):
+            others = load_shared_b32x4(base + IDS_AT + q * 4)
+            left = i32(earlier - q)
+            same = others[0] == expert or (others[1] == expert and left > 1)
+            same = same or (others[2] == expert and left > 2)
+            if same or (others[3] == expert and left > 3):
+                is_first = i32(0)
+        sync_warp()
+        firsts = ballot(is_first)
+        if lane == 0 and p < 256:
+            store_shared_b32(base + FIRSTS_AT + (p >> 5) * 4, firsts)
+        sync_threads()
+        place, count = shared, shared
+        for word in range(quotient(i32(pairs + 31), 32)):
+            bits = popcount(load_shared_b32(base + FIRSTS_AT + word * 4))
+            place = i32(place + bits) if word < p >> 5 else place
+            count = i32(count + bits)
+        place = i32(place + popcount(i32(firsts & i32((i64(1) << lane) - 1))))
+        if is_first != 0:
+            store_shared_b32(base + entries + place * 4, expert)
         if p == 0:
             store_shared_b32(base + COUNT_AT, count)
         sync_threads()
         return i32(load_shared_b32(base + COUNT_AT))
 
-    return list_them
+    return list_row if tile.rows == 1 else list_rows
 
 
 @device
@@ -121,14 +127,10 @@ def given_choices(base, ids, m, slots):
 
 
 @device
-def awaited_choices(base, ids, m, slots, is_awaited):
-    """``given_choices`` that the kernel before this one may be about to write: ``NOT_YET``."""
-    p, expert = thread_x(), i32(-1)
-    if p < m * slots:
-        expert = load_device_b32(ids + i64(p) * 4)
-        while expert == NOT_YET and is_awaited != 0:
-            expert = load_device_b32(ids + i64(p) * 4)
-        store_shared_b32(base + IDS_AT + p * 4, expert)
+def awaited_choice(ids, pair, expert, is_awaited):
+    """A choice that the kernel before this one may be about to write: first found ``NOT_YET``."""
+    while expert == NOT_YET and is_awaited != 0:
+        expert = load_device_b32(ids + i64(pair) * 4)
     return expert
 
 

@@ -47,6 +47,7 @@ def test_tiles_fit_an_sm() -> None:
         assert tile.pitch // 16 % 2 == 1, "bank conflicts"
         assert tile.chunk in (64, 128, 256), "8, 16 or 32 lanes copy a row"
         assert tile.max_pairs <= min(tile.threads, 256), "a thread lists a pair"
+    assert all(tile.threads == 32 * tile.warps for tile in DOWN_TILES.values()), "all have a ring"
     for grouped in GROUPED_TILES.values():
         assert grouped.shared_bytes <= 99 * 1024, "the least of all GPUs since sm_80"
         assert grouped.rows * (grouped.columns + 4) * 4 <= grouped.shared_bytes
@@ -428,6 +429,22 @@ def test_decode_and_grouped(bench: Bench, rows: int, variant: str, shared: bool)
     close(run, want, "bf16", 1e-2)
     again = experts.grouped(x, ids, weights, bench.put(residual, "bf16", pad=8), variant="r16")
     np.testing.assert_array_equal(run, again)
+
+
+@pytest.mark.parametrize("ids", [[2, -1], [-1, 0], [-1, 3, EXPERTS], [-1, -1, -1]], ids=str)
+def test_a_row_without_some_choices(bench: Bench, ids: list[int]) -> None:
+    """A tile of one row makes no list of the others', as the greater ones do."""
+    results = []
+    for variant in ("r1", "r8"):
+        experts = Experts(bench, shared=len(ids) == 3, seed=3)
+        normal = experts.random.standard_normal((2, 1, DIM)).astype(np.float32)
+        x, out = rounded(normal[0], "bf16"), bench.put(normal[1], "bf16", pad=8)
+        weights = experts.random.random((1, len(ids))).astype(np.float32)
+        chosen = np.array([ids], np.int32)
+        want = experts.want(x, chosen, weights, rounded(normal[1], "bf16"))
+        results.append(experts.decode(x, chosen, weights, out, variant=variant))
+        close(results[-1], want, "bf16", 1e-2)
+    np.testing.assert_array_equal(*results)
 
 
 @pytest.mark.parametrize("variant", list(DOWN_TILES))
