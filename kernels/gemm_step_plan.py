@@ -1,7 +1,13 @@
 """Which step-GEMM kernel a matrix gets for a number of rows; needs no compiler and no GPU.
 
-A weight matrix has *one* order of summation, whatever the rows, tiles and kernels: k16 steps,
-ascending, in one float32 accumulator of the tensor core.
+A weight matrix has *one* order of summation, whatever the rows, tiles and kernels. A *chain* is a
+sum of k16 steps, ascending, in one float32 accumulator of the tensor core. Most matrices are one
+chain; small ones of bf16 are ``CHAINS`` of equal length (``chain_length``), whose sums are added in
+ascending order: the first and the second, then the third, then the fourth.
+
+A chain's product waits for the one before, 13 to 16 ns. With one row, what takes longest of a small
+matrix, whose weights have come beforehand, is its chain. Warps of their own take chains side by
+side.
 """
 
 from __future__ import annotations
@@ -15,6 +21,21 @@ BOX_K = 64
 """Elements of K in a box of the tensor maps: 128 bytes, the width of the swizzle."""
 NUM_SMS = 132
 """Of the GPU that the tiles are made for, an H200."""
+CHAINS = 4
+"""Of a matrix that has more than one."""
+_CHAINED_K = 2048  # the shortest rows that are worth it; chains are multiples of a stage's 256
+_FEW_ROWS_OF_W, _SMALL = 16 * NUM_SMS, 22_000_000
+_MOST_ROWS_OF_W = 48 * NUM_SMS
+
+
+def chain_length(n: int, k: int) -> int:
+    """Elements of K that a chain of a bf16 matrix [n, k] sums: all of them, or a quarter.
+
+    A quarter where thread blocks of one row would wait for products rather than for memory: of so
+    few columns each that their weights do not come faster, or so few bytes that they have come.
+    """
+    is_small = n <= _FEW_ROWS_OF_W or (n <= _MOST_ROWS_OF_W and 2 * n * k <= _SMALL)
+    return k // CHAINS if is_small and k >= _CHAINED_K and k % (256 * CHAINS) == 0 else k
 
 
 class TensorView(NamedTuple):
