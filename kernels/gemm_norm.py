@@ -9,6 +9,8 @@ Warp w plays the warps w and w + 8 of ``rmsnorm``: its lanes have the units (of 
 the lanes of those have, and of a longer row those 512 units behind. The sums of the warps meet in
 shared memory and are added as ``block_sum`` adds them, by every warp; its 16 lanes of zeros change
 nothing. The normalised row stays in shared memory for all of K, as ``NormTile`` says.
+
+A tile ``split<columns>`` is for matrices of several chains, the others for those of one.
 """
 
 from __future__ import annotations
@@ -58,9 +60,10 @@ _BF16, _F32 = 2 * UNIT, 4 * UNIT  # bytes of a unit
 
 def _normed_row(tile: NormTile) -> Rows:
     """In its own place before the ring, for all of K."""
-    stage, steps = 2 * tile.k_block, tuple(32 * j for j in range(tile.k_block // 16))
-    at = device(lambda base, _, i: base - ROW_BYTES + i * stage)
-    return Rows(at, descriptor(8 * _BF16, _BF16, swizzle=0), steps)
+    steps = tuple(32 * j for j in range(tile.k_block // 16))
+    at = device(lambda base, _, k: base - ROW_BYTES + 2 * k)
+    pair = device(lambda at, lane, j: i32(at + 64 * j + (lane >> 3) * 16))  # one row, eight times
+    return Rows(at, descriptor(8 * _BF16, _BF16, swizzle=0), steps, pair)
 
 
 @device
@@ -142,7 +145,7 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
     ``pace`` as in ``gemm_norm_plan``.
     """
     k_block, consumers, asker = tile.k_block, tile.consumers, tile.asker
-    box_rows, halves = tile.box_rows, 2 if tile.gated else 1
+    box_rows, halves, chains = tile.box_rows, 2 if tile.gated else 1, tile.chains
     begin, prefetch, produce = ring_begin(tile), ring_prefetch(tile), ring_produce(tile)
     consume, write = ring_consume(tile, _normed_row(tile)), tile_write(tile)
     normalise = _normalise(tile.sums_offset)
@@ -164,7 +167,7 @@ def make_gemm_step_norm(tile: NormTile) -> Any:
         if thread < asker:
             sync_named(3, asker)  # the row is there
         if thread < consumers:
-            consume(base, steps, thread)
+            consume(base, steps, steps if chains == 1 else quotient(steps, chains), thread)
         elif thread == asker:
             produce(map_w, 0, base, steps, column0, 0, 0, pace)
         sync_threads()

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from atlas_kernels.gemm_step_plan import BESIDE_ATTENTION, BOX_K, FEW_COLUMNS, StepTile, form
+from atlas_kernels.gemm_step_plan import (
+    BESIDE_ATTENTION,
+    BOX_K,
+    CHAINS,
+    FEW_COLUMNS,
+    TILES,
+    StepTile,
+    chain_length,
+    form,
+)
 
 NORM_K = 5120
 """Widest row that the kernels have room for; a multiple of 512."""
@@ -58,8 +67,8 @@ class NormTile(StepTile):
 
     @property
     def behind(self) -> int:
-        """Bytes behind the last stage that ``wgmma`` reads, 64 rows of W where a box has fewer."""
-        return (self.consumers // 2 - self.columns) * 128
+        """Bytes behind the last stage that products read, of more rows of W than a box has."""
+        return (self.covered - self.columns) * 128
 
     @property
     def shared_bytes(self) -> int:
@@ -80,6 +89,11 @@ def _tile(columns: int, room: int, *, gated: bool = False) -> NormTile:
 
 NORM_TILES: dict[str, NormTile] = {
     f"c{columns}": _tile(columns, BESIDE_ATTENTION - 1024) for columns in FEW_COLUMNS
+}
+NORM_TILES |= {
+    f"split{columns}": replace(NORM_TILES[f"c{columns}"], chains=CHAINS)
+    for columns in FEW_COLUMNS
+    if f"split{columns}_8" in TILES
 }
 NORM_TILES["gated"] = _tile(64, 74 << 10, gated=True)
 NORM_TILES["pair"] = _tile(64, 110 << 10, gated=True)
@@ -103,5 +117,5 @@ def norm_variant(n: int, k: int, rows: int, *, gated: bool = False) -> str | Non
     """The key of ``NORM_TILES`` for ``rows`` rows and a matrix [n, k]; None: two kernels do it."""
     if rows != 1 or k > NORM_K or k % BOX_K:
         return None
-    name = form(n, rows, gated=gated)
+    name = form(n, rows, gated=gated, chained=not gated and chain_length(n, k) < k)
     return name if name in NORM_TILES else None

@@ -8,8 +8,8 @@ past ``m`` read as zeros and are not written.
 Many rows are bound by what each SM takes in, not by the weights. There a cluster of two thread
 blocks has the same columns and half of the rows each; of the weights, each loads half for both.
 
-An output is one float32 accumulator over k16 steps, ascending: it depends on its row of x and its
-row of W, and on neither ``m`` nor the tile.
+An output's order is that of ``gemm_step_plan``: it depends on its row of x and its row of W, and on
+neither ``m`` nor the tile. Of a matrix with several chains, few rows have warps for each of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from atlas_kernels.ptx_memory import dynamic_shared
 from atlas_kernels.ptx_warp import block_x, sync_threads, thread_x
 from atlas_kernels.registry import kernel
 
-ARGS = "ptr ptr ptr ptr ptr i32 i32 i32 i64 i64 i32"
+ARGS = "ptr ptr ptr ptr ptr i32 i32 i32 i32 i64 i64 i32"
 
 
 @kernel(
@@ -50,7 +50,8 @@ def make_gemm_step(tile: StepTile) -> Any:
     Arguments: the tensor maps of W and of x (``tile.weight_view``, ``tile.row_view``), both bf16
     with the 128-byte swizzle; bias (float32) and residual (bf16) or 0; out, bf16, or float32
     where ``option`` is 1 (gated: bf16, no residual, and ``option`` chooses gelu with tanh); n, k,
-    m; strides in bytes. k is a multiple of 64.
+    elements of K in a chain, m; strides in bytes. k is a multiple of 64, a chain that is not all of
+    it one of ``k_block``; ``tile.adds`` and ``tile.chains`` say which tiles take such chains.
     """
     k_block, consumers, halves = tile.k_block, tile.consumers, 2 if tile.gated else 1
     rows, box_rows, sharers = tile.rows, tile.box_rows, tile.sharers
@@ -58,7 +59,9 @@ def make_gemm_step(tile: StepTile) -> Any:
     consume, write = ring_consume(tile, stage_rows(tile)), tile_write(tile)
     sync_blocks = sync_threads if sharers == 1 else sync_cluster
 
-    def gemm_step(map_w, map_x, bias, residual, out, n, k, m, residual_stride, out_stride, option):
+    def gemm_step(
+        map_w, map_x, bias, residual, out, n, k, chain, m, residual_stride, out_stride, option
+    ):
         launch_dependents()
         base, thread = dynamic_shared(), thread_x()
         rank = i32(remainder(block_x(), sharers))
@@ -70,7 +73,7 @@ def make_gemm_step(tile: StepTile) -> Any:
             prefetch(map_w, base, steps, column0, rank, 0)
         wait_prerequisites()  # x, residual and what out held are other kernels'
         if thread < consumers:
-            consume(base, steps, thread)
+            consume(base, steps, quotient(i32(chain + (k_block - 1)), k_block), thread)
         elif thread == consumers:
             produce(map_w, map_x, base, steps, column0, row0, rank, 0)
         sync_threads()

@@ -26,7 +26,7 @@ from atlas_kernels.ptx_async import (
     launch_dependents,
     wait_prerequisites,
 )
-from atlas_kernels.ptx_math import quotient, remainder
+from atlas_kernels.ptx_math import quotient, remainder, vector_add
 from atlas_kernels.ptx_memory import dynamic_shared
 from atlas_kernels.ptx_mma import ldmatrix_x4, mma_columns
 from atlas_kernels.ptx_warp import block_x, lane_id, sync_threads, thread_x
@@ -98,7 +98,7 @@ def _multiply(tile: MmaTile) -> Any:
 
 @kernel(
     "gemm_step_mma",
-    args="ptr ptr ptr ptr ptr i32 i32 i32 i64 i64 i64 i64 i32",
+    args="ptr ptr ptr ptr ptr i32 i32 i32 i32 i64 i64 i64 i64 i32",
     threads=lambda tile: tile.threads,
     shared=lambda tile: tile.shared_bytes,
     variants={f"bf16_{name}": (tile,) for name, tile in MMA_TILES.items()},
@@ -108,7 +108,8 @@ def make_gemm_step_mma(tile: MmaTile) -> Any:
 
     Arguments: W and x (bf16, rows a multiple of 16 bytes apart, k a multiple of 8); bias (float32)
     and residual (bf16) or 0; out, bf16, or float32 where ``option`` is 1 (gated: bf16, no residual,
-    and ``option`` chooses gelu with tanh); n, k, m; strides in bytes.
+    and ``option`` chooses gelu with tanh); n, k, elements of K in a chain (all, or of what is not
+    gated a multiple of 64), m; strides in bytes.
     """
     stages, stage_bytes = tile.stages, tile.stage_bytes
     halves, box_rows, ahead = 2 if tile.gated else 1, tile.box_rows, tile.stages - 1
@@ -118,11 +119,11 @@ def make_gemm_step_mma(tile: MmaTile) -> Any:
         row_copies(tile),
     )
     zero, multiply_stage = wgmma_zero(tile.rows), _multiply(tile)
-    store_sums, write = sum_stores(tile), writer(tile)
-    wait, drain = copy_wait(stages - 2), copy_wait(0)
+    store_sums, write, add = sum_stores(tile), writer(tile), vector_add(tile.rows // 2)
+    wait, drain, has_chains = copy_wait(stages - 2), copy_wait(0), not tile.gated
 
     def gemm_step_mma(
-        w, x, bias, residual, out, n, k, m, w_stride, x_stride, residual_stride, out_stride,
+        w, x, bias, residual, out, n, k, chain, m, w_stride, x_stride, residual_stride, out_stride,
         option,
     ):  # fmt: skip
         launch_dependents()
@@ -136,12 +137,16 @@ def make_gemm_step_mma(tile: MmaTile) -> Any:
         for i in range(ahead):
             copy_rows(x, x_stride, i32(base + i * stage_bytes), i, k, m)
             copy_commit()
-        total = zero()
-        stage, free = i32(0), i32(ahead)
+        total, before = zero(), zero()
+        stage, free, chain_steps = i32(0), i32(ahead), quotient(i32(chain + 63), 64)
+        end = chain_steps
         for i in range(steps):
             wait()
             sync_threads()  # the stage is there for all, and the one before is done with
             total = multiply_stage(total, i32(base + stage * stage_bytes))
+            if has_chains and i + 1 == end:
+                before = total if end == chain_steps else add(before, total)
+                total, end = zero(), i32(end + chain_steps)
             at = i32(base + free * stage_bytes)
             copy_weights(lines, at, i + ahead, k)
             copy_rows(x, x_stride, at, i + ahead, k, m)
@@ -152,7 +157,7 @@ def make_gemm_step_mma(tile: MmaTile) -> Any:
                 stage = i32(0)
         drain()
         sync_threads()  # the stages' memory is free
-        store_sums(total, base)
+        store_sums(before if has_chains else total, base)
         sync_threads()
         write(
             base, column0, num_columns, m, bias, residual, out, residual_stride, out_stride,

@@ -33,6 +33,7 @@ def chain_length(n: int, k: int) -> int:
 
     A quarter where thread blocks of one row would wait for products rather than for memory: of so
     few columns each that their weights do not come faster, or so few bytes that they have come.
+    Gated matrices, [gate; up], are one chain.
     """
     is_small = n <= _FEW_ROWS_OF_W or (n <= _MOST_ROWS_OF_W and 2 * n * k <= _SMALL)
     return k // CHAINS if is_small and k >= _CHAINED_K and k % (256 * CHAINS) == 0 else k
@@ -78,6 +79,11 @@ class StepTile:
         The matrix holds gate rows, then as many up rows; the tile takes ``columns / 2`` of each.
     sharers : int
         Thread blocks of a cluster. They have the same columns, for ``rows`` rows each.
+    chains : int
+        Chains that warps of their own take side by side, with ``mma.sync``; stages are of each in
+        turn. 1: a warp group takes all, one after the other.
+    adds : bool
+        The warp group may have several to add; else a matrix has one.
     """
 
     rows: int
@@ -86,6 +92,8 @@ class StepTile:
     stages: int
     gated: bool = False
     sharers: int = 1
+    chains: int = 1
+    adds: bool = False
 
     @property
     def box_rows(self) -> int:
@@ -109,9 +117,15 @@ class StepTile:
         return matrix_view(m, k, stride, self.rows, self.k_block // BOX_K)
 
     @property
+    def covered(self) -> int:
+        """Rows of W that products read: 64 for each warp group, or 16 for each warp of a chain."""
+        unit = 64 if self.chains == 1 else 16
+        return unit * -(-self.columns // unit)
+
+    @property
     def consumers(self) -> int:
-        """Threads that multiply: a warp group for up to 64 columns."""
-        return 128 * -(-self.columns // 64)
+        """Threads that multiply."""
+        return 2 * self.covered * self.chains
 
     @property
     def threads(self) -> int:
@@ -136,21 +150,26 @@ class StepTile:
     @property
     def pitch(self) -> int:
         """Bytes between rows of the float32 tile; 4 floats modulo 32, against bank conflicts."""
-        return (self.consumers // 2 + 4) * 4
+        return (self.covered + 4) * 4
+
+    @property
+    def sums_bytes(self) -> int:
+        """Of a chain's float32 tile, or of that of all chains added."""
+        return self.rows * self.pitch
 
     @property
     def barrier_offset(self) -> int:
-        """Where the barriers lie: after the stages, which the float32 tile takes over."""
-        return max(self.stages * self.stage_bytes, self.rows * self.pitch)
+        """Where the barriers lie: after the stages, which the float32 tiles take over."""
+        return max(self.stages * self.stage_bytes, self.chains * self.sums_bytes)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a thread block.
 
-        ``wgmma`` reads 64 rows of W where a box may have fewer. What lies behind makes sums that
-        nobody looks at; behind the last stage, too, it must be there.
+        Products read ``covered`` rows of W where a box may have fewer. What lies behind makes sums
+        that nobody looks at; behind the last stage, too, it must be there.
         """
-        behind = (self.consumers // 2 - self.columns) * 128 - self.row_bytes
+        behind = (self.covered - self.columns) * 128 - self.row_bytes
         return max(self.barrier_offset + 16 * self.stages, self.stages * self.stage_bytes + behind)
 
     def grid(self, n: int) -> int:
@@ -250,14 +269,16 @@ def _stages(columns: int, rows: int, room: int) -> tuple[int, int]:
 def _column_tile(columns: int, rows: int) -> StepTile:
     """A tile of ``c<columns>``. 128 rows are bound by what an SM takes in, the least for tiles as
     wide as they are high."""
+    adds = NUM_SMS * columns <= _MOST_ROWS_OF_W and rows > RUNGS[0]
     if rows < 128:
         room = BESIDE_ATTENTION - 1024  # for barriers
-        tile = StepTile(rows, columns, *_stages(columns, rows, room))
+        tile = StepTile(rows, columns, *_stages(columns, rows, room), adds=adds)
         while tile.shared_bytes > BESIDE_ATTENTION:  # with what lies behind the last stage
             tile = replace(tile, stages=tile.stages - 1)
         return tile
     if columns <= 64:
-        return StepTile(64, 2 * columns, *_stages(2 * columns, 64, _ALONE), sharers=2)
+        stages = _stages(2 * columns, 64, _ALONE)
+        return StepTile(64, 2 * columns, *stages, sharers=2, adds=adds)
     return StepTile(128, columns, *_stages(columns, 128, _ALONE))
 
 
@@ -282,7 +303,13 @@ TILES |= {
     )
     for rows, (columns, k_block, stages) in zip(RUNGS, by_rows, strict=False)
 }
-"""Tiles by variant: ``gemm_step_bf16_<variant>`` is the kernel of one."""
+TILES |= {
+    f"split{columns}_8": replace(TILES[f"c{columns}_8"], chains=CHAINS)
+    for columns in FEW_COLUMNS
+    if NUM_SMS * columns <= _MOST_ROWS_OF_W
+}
+"""Tiles by variant: ``gemm_step_bf16_<variant>`` is the kernel of one. ``split<columns>`` are those
+of matrices of several chains, for few rows."""
 
 
 MMA_TILES: dict[str, MmaTile] = {
@@ -294,13 +321,19 @@ MMA_TILES: dict[str, MmaTile] = {
 """Tiles of the ``mma.sync`` form: ``gemm_step_mma_bf16_<variant>``."""
 
 
-def form(n: int, rows: int, *, gated: bool = False) -> str:
-    """The family of ``TILES`` of a matrix of ``n`` rows, for ``rows`` rows of activations."""
+def form(n: int, rows: int, *, gated: bool = False, chained: bool = False) -> str:
+    """The family of ``TILES`` of a matrix of ``n`` rows, for ``rows`` rows of activations.
+
+    ``chained``: it has several chains; such a matrix is not gated.
+    """
     if gated:
         fits = rows <= FEW_ROWS and TILES[f"pair_{RUNGS[0]}"].grid(n) <= 2 * NUM_SMS
         return "pair" if fits else "gated"
     widths = FEW_COLUMNS if rows <= FEW_ROWS else COLUMNS
-    return next((f"c{columns}" for columns in widths if n <= NUM_SMS * columns), "wide")
+    columns = next((columns for columns in widths if n <= NUM_SMS * columns), None)
+    if columns is None:
+        return "wide"
+    return f"split{columns}" if chained and rows <= RUNGS[0] else f"c{columns}"
 
 
 def mma_form(n: int, *, gated: bool = False) -> str:
@@ -318,6 +351,6 @@ def rung(rows: int) -> int:
     raise ValueError(f"{rows} rows; the step GEMM takes 1 to {RUNGS[-1]}")
 
 
-def variant(n: int, rows: int, *, gated: bool = False) -> str:
-    """The key of ``TILES`` for ``rows`` rows of activations and a matrix of ``n`` rows."""
-    return f"{form(n, rows, gated=gated)}_{rung(rows)}"
+def variant(n: int, rows: int, *, gated: bool = False, chained: bool = False) -> str:
+    """The key of ``TILES`` for ``rows`` rows of activations and a matrix as ``form`` takes it."""
+    return f"{form(n, rows, gated=gated, chained=chained)}_{rung(rows)}"

@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 from atlas_kernels.gemm_step_plan import (
+    CHAINS,
     FEW_COLUMNS,
     MMA_TILES,
     NUM_SMS,
     RUNGS,
     TILES,
     MmaTile,
+    chain_length,
     mma_form,
     rung,
     variant,
@@ -88,20 +90,24 @@ def _normal(*shape: int, seed: int = 0) -> Array:
 class Product:
     """A matrix on a device, and the kernels' products with it."""
 
-    def __init__(self, bench: Bench, n: int, k: int, pad: int = 8) -> None:
+    def __init__(
+        self, bench: Bench, n: int, k: int, pad: int = 8, values: Array | None = None
+    ) -> None:
         self.bench, self.n, self.k = bench, n, k
-        self.weight = bench.put(rounded(_normal(n, k, seed=1), "bf16"), "bf16", pad=pad)
+        values = rounded(_normal(n, k, seed=1), "bf16") if values is None else values
+        self.weight = bench.put(values, "bf16", pad=pad)
         if isinstance(bench.memory, Memory):
             bench.memory.constants.add(self.weight.address)
 
     def mma(
         self, name: str, x: Buffer, type: str = "f32", *, bias: Buffer | None = None,
-        residual: Buffer | None = None,
+        residual: Buffer | None = None, chain: int = 0,
     ) -> Array:  # fmt: skip
         """By ``gemm_step_mma``; one more row of NaN must stay as it is."""
-        return self._run(f"gemm_step_mma_bf16_{name}", MMA_TILES[name], x, type, bias, residual)
+        tile, chain = MMA_TILES[name], chain or self.k
+        return self._run(f"gemm_step_mma_bf16_{name}", tile, x, type, bias, residual, chain)
 
-    def wgmma(self, name: str, x: Array) -> Array:
+    def wgmma(self, name: str, x: Array, chain: int = 0) -> Array:
         """By ``gemm_step``; one more row of NaN must stay as it is."""
         bench, tile, (m, k) = self.bench, TILES[name], x.shape
         bf16 = bench.put(x, "bf16")
@@ -114,7 +120,8 @@ class Product:
         places = [bench.memory.put(np.frombuffer(encoded, np.uint8)) for encoded in maps]
         width, type = (self.n // 2, "bf16") if tile.gated else (self.n, "f32")
         out = bench.empty((m + 1, width), type)
-        args = [*places, 0, 0, out.address, self.n, k, m, 0, out.stride, int(not tile.gated)]
+        args = [*places, 0, 0, out.address, self.n, k, chain or k, m]
+        args += [0, out.stride, int(not tile.gated)]
         bench.run(f"gemm_step_bf16_{name}", (tile.grid(self.n), 1), args)
         got = bench.get(out)
         assert np.isnan(got[m]).all()
@@ -122,12 +129,12 @@ class Product:
 
     def _run(
         self, kernel: str, tile: MmaTile, x: Buffer, type: str, bias: Buffer | None,
-        residual: Buffer | None,
+        residual: Buffer | None, chain: int,
     ) -> Array:  # fmt: skip
         m, width = x.shape[0], self.n // 2 if tile.gated else self.n
         out = residual or self.bench.empty((m + 1, -(-width // 4) * 4), type, pad=4)
         args: list[Any] = [self.weight.address, x.address, bias.address if bias else 0]
-        args += [residual.address if residual else 0, out.address, self.n, self.k, m]
+        args += [residual.address if residual else 0, out.address, self.n, self.k, chain, m]
         args += [self.weight.stride, x.stride, out.stride, out.stride, int(out.type == "f32")]
         self.bench.run(kernel, (tile.grid(self.n), 1), args)
         got = self.bench.get(out)
@@ -163,6 +170,65 @@ def test_wgmma_gives_the_bits_of_mma(bench: Bench, name: str, rows: int) -> None
     x = rounded(_normal(rows, 1344), "bf16")
     want = product.mma(f"wide_{rung(rows)}", bench.put(x, "bf16"))
     np.testing.assert_array_equal(product.wgmma(name, x), want)
+
+
+def _in_chains(product: Product, x: Array, chain: int) -> Array:
+    """The sums of a product whose matrix is cut along K, added in ascending order."""
+    bench, weight = product.bench, product.bench.get(product.weight)
+    total: Array | None = None
+    for begin in range(0, product.k, chain):
+        part = Product(bench, product.n, chain, values=weight[:, begin : begin + chain])
+        own = bench.put(np.ascontiguousarray(x[:, begin : begin + chain]), "bf16")
+        sums = part.mma(f"wide_{rung(len(x))}", own)
+        total = sums if total is None else total + sums
+    assert total is not None
+    return total
+
+
+# Tiles that take a matrix' chains side by side and those that take them in turn; stages of 256 and
+# of 128 elements; a ring that goes round; columns that fill no 16, and a tile in part.
+@pytest.mark.parametrize(
+    ("name", "rows", "k"),
+    [
+        ("split16_8", 1, 4096),
+        ("split24_8", 8, 1024),
+        ("split40_8", 3, 2048),
+        ("c16_16", 9, 1024),
+        ("c48_32", 20, 1024),
+        ("c16_64", 33, 1024),
+    ],
+)
+def test_chains(bench: Bench, name: str, rows: int, k: int) -> None:
+    if not isinstance(bench.memory, Memory) and bench.memory.arch != "sm_90a":
+        pytest.skip(f"gemm_step needs sm_90a, not {bench.memory.arch}")
+    product = Product(bench, 60, k, pad=0)
+    x = rounded(_normal(rows, k), "bf16")
+    want = _in_chains(product, x, k // CHAINS)
+    np.testing.assert_array_equal(product.wgmma(name, x, k // CHAINS), want)
+    got = product.mma(f"narrow_{rung(rows)}", bench.put(x, "bf16"), chain=k // CHAINS)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_which_matrices_have_chains() -> None:
+    # Output products of 30B-A3B and 35B-A3B, all but the gated one of Llama-1B, a router.
+    for n, k in ((2048, 4096), (3072, 2048), (2048, 2048), (2048, 8192), (128, 2048), (5120, 2048)):
+        assert chain_length(n, k) == k // CHAINS
+        assert variant(n, 8, chained=True).startswith("split")
+        assert variant(n, 9, chained=True).startswith("c")
+    # Those of an 8B model; short rows; what does not divide.
+    for n, k in ((4096, 4096), (6144, 4096), (4096, 12288), (1024, 1024), (1024, 2560)):
+        assert chain_length(n, k) == k
+
+
+@given(n=st.integers(8, 300_000), k=st.integers(1, 200), rows=st.integers(1, RUNGS[-1]))
+def test_tiles_of_matrices_with_chains(n: int, k: int, rows: int) -> None:
+    chain = chain_length(n, 64 * k)
+    if chain == 64 * k:
+        return
+    tile = TILES[variant(n, rows, chained=True)]
+    assert chain % tile.k_block == 0
+    assert (tile.chains, tile.adds) == ((CHAINS, False) if rows <= 8 else (1, True))
+    assert tile.stages >= tile.chains
 
 
 def test_mma_rows_are_independent(bench: Bench) -> None:

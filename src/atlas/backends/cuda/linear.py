@@ -7,13 +7,14 @@ these bits (``cublaslt``); otherwise rows go through the step GEMM 128 at a time
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atlas_kernels.gemm_step_plan import (
     BOX_K,
     MMA_TILES,
     RUNGS,
     TILES,
+    chain_length,
     mma_form,
     rung,
     variant,
@@ -45,16 +46,25 @@ class Epilogue:
     """What follows the sums: bias, then residual, ReLU or gate; then one rounding.
 
     ``gate`` is a key of ``_GATES``: the matrix holds [gate; up], ``out`` has half its columns.
+    ``is_whole``: the matrix is one chain, whatever its shape (``atlas_kernels.gemm_step_plan``).
     """
 
     bias: DeviceArray | None = None
     residual: DeviceArray | None = None
     gate: str | None = None
     relu: bool = False
+    is_whole: bool = False
 
     def __post_init__(self) -> None:
         if self.gate is not None and self.gate not in _GATES:
             raise ShapeError(f"activation {self.gate!r}; allowed: {', '.join(_GATES)}")
+
+    def chain(self, n: int, k: int) -> int:
+        """Elements of K in a chain of the bf16 matrix [n, k] that this follows."""
+        if self.is_whole or self.gate is not None:
+            return k
+        length: int = chain_length(n, k)
+        return length
 
 
 def linear(
@@ -116,7 +126,7 @@ def linear_gated(
     if fused and out.shape[0] <= STEP_ROWS:
         step_product(queue, x, weight, gated, out)
         return
-    _product(queue, x, weight, Epilogue(bias), gate_up)
+    _product(queue, x, weight, Epilogue(bias, is_whole=True), gate_up)
     gate = gates.silu_and_mul if activation == "silu" else gates.gelu_tanh_and_mul
     gate(queue, gate_up, out=out)
 
@@ -155,7 +165,7 @@ def _product(
         products = queue.device.products
 
         def step(queue: Queue, x: DeviceArray, out: DeviceArray) -> None:
-            step_product(queue, x, weight, Epilogue(epilogue.bias), out)
+            step_product(queue, x, weight, replace(epilogue, residual=None), out)
 
         if products is not None and products.run(
             queue, x, weight, epilogue.bias, epilogue.residual, out, step=step
@@ -164,7 +174,7 @@ def _product(
     for first in range(0, rows, STEP_ROWS):
         part = slice(first, first + STEP_ROWS)
         residual = None if epilogue.residual is None else epilogue.residual[part]
-        own = Epilogue(epilogue.bias, residual)
+        own = replace(epilogue, residual=residual)
         step_product(queue, x[part], weight, own, out[part])
 
 
@@ -191,15 +201,17 @@ def _step_product(
     shared: Args = (
         0 if epilogue.bias is None else epilogue.bias,
         0 if residual is None else residual,
-        out, n, k, m,
+        out, n, k,
     )  # fmt: skip
     strides = (0 if residual is None else residual.strides[0], out.strides[0])
     option = store_option(epilogue, out)
     if weight.is_quantized:
-        _quantised_product(queue, x, weight, shared, (*strides, option), gated=gated)
+        _quantised_product(queue, x, weight, (*shared, m), (*strides, option), gated=gated)
         return
+    chain = epilogue.chain(n, k)
+    shared = (*shared, chain, m)
     if queue.device.arch == "sm_90a" and k % BOX_K == 0:
-        name = variant(n, m, gated=gated)
+        name = variant(n, m, gated=gated, chained=chain < k)
         tile = TILES[name]
         maps = (
             queue.tensor_map(weight.values, *tile.weight_view(n, k)),
