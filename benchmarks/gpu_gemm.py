@@ -31,6 +31,7 @@ from atlas_kernels.gemm_step_plan import (  # noqa: E402
     RUNGS,
     TILES,
     TensorView,
+    chain_length,
     mma_form,
     rung,
     variant,
@@ -68,14 +69,15 @@ class StepGemm:
         self, weight: Tensor, x: Tensor, out: Tensor, *, gated: bool = False, name: str = "",
         bias: Tensor | None = None, residual: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """out = x · weightᵀ, by the tile of the plan or by the one that ``name`` says."""
+        """out = x · weightᵀ, by the tile of the plan, or in one chain by that which ``name`` says."""
         (n, k), m = weight.shape, x.shape[0]
-        key = name or variant(n, m, gated=gated)
+        chain = k if gated or name else chain_length(n, k)
+        key = name or variant(n, m, gated=gated, chained=chain < k)
         tile = TILES[key]
         args: list[Any] = [self.map(weight, tile.weight_view(n, k))]
         args += [self.map(x, tile.row_view(m, k, 2 * x.stride(0)))]
         args += [0 if t is None else t.data_ptr() for t in (bias, residual)]
-        args += [out.data_ptr(), n, k, m]
+        args += [out.data_ptr(), n, k, chain, m]
         args += [0 if residual is None else residual.stride(0) * 2]
         args += [out.stride(0) * out.element_size(), int(out.dtype == torch.float32)]
         self.gpu.run(f"gemm_step_bf16_{key}", (tile.grid(n), 1), args)
@@ -225,7 +227,7 @@ class PlainSweep:
         (n, k), gated = weight.shape, tuple(weight.shape) == GATED
         key = f"{mma_form(n, gated=gated)}_{rung(m)}"
         width, x = n // 2 if gated else n, self.sweep.inputs[k]
-        args = [weight.data_ptr(), x.data_ptr(), 0, 0, self.sweep.out.data_ptr(), n, k, m]
+        args = [weight.data_ptr(), x.data_ptr(), 0, 0, self.sweep.out.data_ptr(), n, k, k, m]
         args += [2 * k, 2 * k, 0, 2 * width, 0]
         self.sweep.gpu.run(f"gemm_step_mma_bf16_{key}", (MMA_TILES[key].grid(n), 1), args)
 

@@ -16,7 +16,14 @@ from atlas_kernels.gemm_norm_plan import (
     norm_variant,
     pace,
 )
-from atlas_kernels.gemm_step_plan import BESIDE_ATTENTION, NUM_SMS, TILES, TensorView, variant
+from atlas_kernels.gemm_step_plan import (
+    BESIDE_ATTENTION,
+    CHAINS,
+    NUM_SMS,
+    TILES,
+    TensorView,
+    variant,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,16 +111,19 @@ class Layer:
         assert np.isnan(got[1]).all(), "one row past the only one"
         return got[:1]
 
-    def apart(self, x: Buffer, type: str, option: int, *, gated: bool) -> Array:
+    def apart(
+        self, x: Buffer, type: str, option: int, *, gated: bool, chained: bool = False
+    ) -> Array:
         """``rmsnorm``, then ``gemm_step``."""
-        name = variant(self.n, 1, gated=gated)
+        name = variant(self.n, 1, gated=gated, chained=chained)
+        chain = self.k // CHAINS if chained else self.k
         normed, out = self.bench.empty((1, self.k), "bf16"), self._out(type, gated=gated)
         args = [x.address, self.norm.address, normed.address, self.k, x.stride, normed.stride, EPS]
         self.bench.run("rmsnorm_bf16", (1, 1), args)
         tile, bias = TILES[name], self.bias.address if self.bias else 0
         weights = self._map(self.weight, tile.weight_view(self.n, self.k))
         maps = [weights, self._map(normed, tile.row_view(1, self.k, normed.stride))]
-        args = [*maps, bias, 0, out.address, self.n, self.k, 1, 0, out.stride, option]
+        args = [*maps, bias, 0, out.address, self.n, self.k, chain, 1, 0, out.stride, option]
         self.bench.run(f"gemm_step_bf16_{name}", (tile.grid(self.n), 1), args)
         return self._got(out)
 
@@ -146,15 +156,19 @@ def _skip_without_hopper(bench: Bench) -> None:
         ("gated", 4160, False),
         ("pair", 2048, True),
         ("pair", 1600, False),
+        ("split16", 2048, True),
+        ("split24", 4096, False),
+        ("split48", 1024, True),
     ],
 )
 def test_the_bits_of_both_kernels(bench: Bench, name: str, k: int, has_bias: bool) -> None:
     _skip_without_hopper(bench)
-    gated, columns = NORM_TILES[name].gated, NORM_TILES[name].columns
+    tile = NORM_TILES[name]
+    gated, columns = tile.gated, tile.columns
     layer = Layer(bench, columns + (8 if k < 4096 else 0), k, has_bias=has_bias)
     x = bench.put(rounded(_normal(1, k) * 3, "bf16"), "bf16")
     type, option = ("bf16", 1) if gated else ("f32", 1)
-    want = layer.apart(x, type, option, gated=gated)
+    want = layer.apart(x, type, option, gated=gated, chained=tile.chains > 1)
     assert np.isfinite(want).all()
     for stages in (0, 2):
         np.testing.assert_array_equal(layer.fused(name, x, type, option, stages), want)
@@ -262,6 +276,8 @@ class TestOnTheGpu:
     @pytest.mark.parametrize("k", [512, 1024, 1536, 2560, 4096, 5120])
     def test_the_bits_of_both_kernels(self, device: Bench, name: str, k: int) -> None:
         tile = NORM_TILES[name]
+        if tile.chains > 1 and k % (CHAINS * tile.k_block):
+            pytest.skip(f"chains of {k // CHAINS} elements are no stages of {tile.k_block}")
         layer = Layer(device, 1608, k, has_bias=True)
         type, option = ("bf16", 1) if tile.gated else ("f32", 1)
         for seed in range(4):
@@ -269,5 +285,7 @@ class TestOnTheGpu:
                 powers = np.random.default_rng(seed).integers(-spread, spread + 1, (1, k))
                 values = rounded(_normal(1, k, seed=seed) * 2.0**powers, "bf16")
                 x = device.put(values, "bf16")
-                want = layer.apart(x, type, option, gated=tile.gated)
+                want = layer.apart(
+                    x, type, option, gated=tile.gated, chained=tile.chains > 1
+                )
                 np.testing.assert_array_equal(layer.fused(name, x, type, option), want)

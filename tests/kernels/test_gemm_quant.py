@@ -6,6 +6,7 @@ GPU, where ``gemm_step`` on the weights rounded to bf16 says what is right, bit 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -131,7 +132,8 @@ class Weights:
             views = tile.weight_view(self.n, self.k), tile.row_view(x.shape[0], self.k, x.stride)
             args = [self._view(*pair) for pair in zip((weight, x), views, strict=True)]
             kernel, grid = f"gemm_step_bf16_{name}", tile.grid(self.n)
-        return self._run(kernel, grid, args, last, x.shape[0], self.n, "f32", {})
+        whole = [self.k]  # a chain
+        return self._run(kernel, grid, args, last, x.shape[0], self.n, "f32", {}, whole)
 
     def wgmma(self, form: str, x: Buffer, type: str = "f32", **options: Buffer) -> Array:
         """By ``gemm_step_tiles``."""
@@ -163,13 +165,13 @@ class Weights:
 
     def _run(
         self, kernel: str, grid: int, args: list[Any], strides: list[int], m: int, width: int,
-        type: str, options: dict[str, Buffer],
+        type: str, options: dict[str, Buffer], chain: Sequence[int] = (),
     ) -> Array:  # fmt: skip
         """One more row of NaN must stay as it is, and so must the columns past the last."""
         residual, bias = options.get("residual"), options.get("bias")
         out = residual or self.bench.empty((m + 1, -(-width // 4) * 4), type, pad=4)
         args += [bias.address if bias else 0, residual.address if residual else 0, out.address]
-        args += [self.n, self.k, m, *strides, out.stride, out.stride, int(out.type == "f32")]
+        args += [self.n, self.k, *chain, m, *strides, out.stride, out.stride, int(out.type == "f32")]
         self.bench.run(kernel, (grid, 1), args)
         got = self.bench.get(out)
         assert residual is not None or np.isnan(got[m:]).all()
