@@ -49,6 +49,7 @@ SHAPES = {  # name: (n, k, what follows)
     "30B-A3B qkv": (5120, 2048, ""),
     "30B-A3B out": (2048, 4096, "add"),
     "Qwen2 qkv, bias": (4608, 3584, "bias"),
+    "Qwen2.5-3B qkv, bias": (2560, 2048, "bias"),
 }
 ROWS = (192, 512, 1024, 2048, 8192)
 STEPS = [  # sequences, context, rows a sequence
@@ -184,7 +185,11 @@ def _product(bench: Bench, name: str) -> Figures:
     plan = None if kind is None else products.plans[kind]
     if plan is not None:
         figures["as float32 sums"] = plan.is_finished
-        figures["algorithms"] = {m: products.library.describe(a) for m, a in plan.algorithms}
+        describe = products.library.describe
+        figures["chains"] = kind.num_chains
+        figures["algorithms"] = {
+            m: [describe(a) for a in own] for m, own in plan.algorithms.items()
+        }
     for m in ROWS:
 
         def run(queue: Queue, m: int = m) -> None:

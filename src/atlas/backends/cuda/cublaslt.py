@@ -66,7 +66,7 @@ class CublasLt:
             raise CapabilityError(f"cuBLASLt does not start: {error}") from error
         assert entry is not None
         self.function: int = entry
-        self._scalars = np.array([0.0, 1.0], np.float32)  # beta, alpha
+        self._scalars = np.array([0.0, 1.0], np.float32)  # of alpha and beta
         self._operation = int(self._lt.matmul_desc_create(_COMPUTE_FLOAT32, _FLOAT32))
         self._set("matmul_desc", self._operation, "MatmulDescAttribute", "TRANSA", _TRANSPOSED)
         self._preference = int(self._lt.matmul_preference_create())
@@ -104,15 +104,26 @@ class CublasLt:
         return bool(result["state"][0] == 0 and result["workspace_size"][0] <= WORKSPACE_BYTES)
 
     def arguments(
-        self, product: Product, algorithm: Algorithm, w: int, x: int, out: int, workspace: int
+        self,
+        product: Product,
+        algorithm: Algorithm,
+        w: int,
+        x: int,
+        out: int,
+        workspace: int,
+        *,
+        adds: bool = False,
     ) -> tuple[int, ...]:
-        """The arguments of ``cublasLtMatmul`` but the stream, given addresses."""
+        """The arguments of ``cublasLtMatmul`` but the stream, given addresses.
+
+        ``adds``: to what ``out`` holds. Scalars are read at every call, and live as long as this.
+        """
         a, b, c, d = self._layouts_of(product)
-        beta = self._scalars.ctypes.data
-        alpha = beta + self._scalars.itemsize
+        zero = self._scalars.ctypes.data
+        one = zero + self._scalars.itemsize
         return (
-            self._handle, self._operation, alpha, w, a, x, b,
-            beta, out, c, out, d,
+            self._handle, self._operation, one, w, a, x, b,
+            one if adds else zero, out, c, out, d,
             algorithm.ctypes.data, workspace, WORKSPACE_BYTES,
         )  # fmt: skip
 

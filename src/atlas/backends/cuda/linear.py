@@ -1,8 +1,9 @@
 """Matrix products: the step GEMM up to 128 rows, above it cuBLASLt where that gives the same bits.
 
-A matrix has one order of summation (``atlas_kernels.gemm_step_plan``), so a row's result does not
-depend on the rows beside it. cuBLASLt serves a matrix only with an algorithm that was seen to give
-these bits (``cublaslt``); otherwise rows go through the step GEMM 128 at a time.
+A matrix has one order of summation, one chain or several (``atlas_kernels.gemm_step_plan``), so a
+row's result does not depend on the rows beside it. cuBLASLt serves a matrix only with an algorithm
+that was seen to give these bits, chain by chain (``products``); otherwise rows go through the step
+GEMM 128 at a time.
 """
 
 from __future__ import annotations

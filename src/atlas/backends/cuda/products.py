@@ -8,6 +8,9 @@ kernel of ours adds a bias to float32 sums, or a product that was stored to the 
 Kinds that no algorithm passes for go through the step GEMM, 128 rows at a time; ``disclosed`` says
 which.
 
+A matrix of several chains of summation (``gemm_step_plan``) takes a call for each, over that part
+of K. All but the first add to the float32 sums in place, and the kernel of ours rounds the last.
+
 A quantised matrix is first turned into bf16, which is what the step GEMM does with its weights.
 """
 
@@ -19,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from atlas_kernels.gemm_step_plan import RUNGS
+from atlas_kernels.gemm_step_plan import RUNGS, chain_length
 from numpy.typing import NDArray
 
 from atlas.backends.cuda.activation import add
@@ -60,11 +63,17 @@ class Kind:
     out_type: str
     has_bias: bool
 
+    @property
+    def num_chains(self) -> int:
+        """Parts of K that are summed for themselves, then added in ascending order."""
+        return self.cols // chain_length(self.rows, self.cols) if self.format == "bf16" else 1
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """How a kind is computed: at once, or (``is_finished``) as float32 sums that we finish.
 
+    Several chains are always finished: they add up in float32.
     ``algorithms`` of equal bits by numbers of rows, ascending; ``fastest`` those that were timed.
     """
 
@@ -142,6 +151,7 @@ class Launches:
     ) -> None:
         """``adds``: to what ``out`` holds."""
         self._library, self._queue, self._plan, self._adds = products.library, queue, plan, adds
+        self._num_chains = kind.num_chains
         is_converted, self._passes_by = kind.format != "bf16", plan.is_finished or adds
         self._workspace = queue.scratch(
             WORKSPACE_BYTES + _SUMS_BYTES * self._passes_by + _WEIGHTS_BYTES * is_converted
@@ -190,6 +200,7 @@ class Launches:
         self, x: DeviceArray, part: DeviceArray, bias: DeviceArray | None, out: DeviceArray
     ) -> None:
         (m, k), n = x.shape, part.shape[0]
+        k //= self._num_chains
         strides = (part.strides[0] // 2, x.strides[0] // 2)
         keep = (x, part, bias, out, self._library)
         if not self._passes_by:
@@ -209,12 +220,18 @@ class Launches:
         self._queue.launch("gemm_finish", (m, -(-n // _WORDS)), numbers, keep)
 
     def _call(self, product: Product, w: int, x: int, out: int, keep: object) -> None:
-        """By the fastest algorithm. They are timed here, where all of them write what follows."""
+        """A chain at a time, by the fastest algorithm.
+
+        They are timed here, where all of them write what follows.
+        """
         size, library = self._plan.size(product.m), self._library
 
         def call(queue: Queue, algorithm: Algorithm) -> None:
-            args = library.arguments(product, algorithm, w, x, out, self._workspace)
-            queue.matmul(library.function, args, (keep, algorithm))
+            for i in range(self._num_chains):
+                at = i * 2 * product.k
+                addresses = (w + at, x + at, out, self._workspace)
+                args = library.arguments(product, algorithm, *addresses, adds=i > 0)
+                queue.matmul(library.function, args, (keep, algorithm))
 
         if size not in self._plan.fastest:
             algorithms = self._plan.algorithms[size]
@@ -228,7 +245,7 @@ class Launches:
     def _seconds(
         self, call: Callable[[Queue, Algorithm], None], algorithms: Sequence[Algorithm]
     ) -> list[float]:
-        """What some calls by each algorithm take, the best of several times.
+        """What some products by each algorithm take, the best of several times.
 
         They take turns, as the device's clock changes with its power and heat. Calls are a list, so
         that between short ones the device does not wait for Python.
@@ -267,17 +284,11 @@ class Trial:
         self._device = queue.device
         self._tried = (_FEW, _MANY if kind.rows <= _NARROW else _WIDE)
 
-    def plan(self, forms: Sequence[bool] | None = None) -> Plan | None:
-        """A plan whose results were equal, or None, as when memory does not suffice.
-
-        ``forms``: the values of ``Plan.is_finished`` to try, in order; by default all that can
-        serve.
-        """
-        if forms is None:
-            forms = [True] if self._kind.has_bias else [False, True]
+    def plan(self) -> Plan | None:
+        """A plan whose results were equal, or None, as when memory does not suffice."""
         memory: list[int] = []
         try:
-            return self._search(memory, forms)
+            return self._search(memory)
         except OutOfMemoryError as error:
             _log.warning("cuBLASLt is not tried for %s: %s", self._kind, error)
             return None
@@ -286,7 +297,7 @@ class Trial:
             for address in memory:
                 self._device.free(address)
 
-    def _search(self, memory: list[int], forms: Sequence[bool]) -> Plan | None:
+    def _search(self, memory: list[int]) -> Plan | None:
         kind, most = self._kind, self._tried[-1]
         rng = np.random.default_rng(kind.rows)
 
@@ -307,7 +318,8 @@ class Trial:
         for first in range(0, most, _STEP_ROWS):
             rows = slice(first, first + _STEP_ROWS)
             self._step(self._queue, x[rows], self._want[rows])
-        for is_finished in forms:
+        must_finish = kind.has_bias or kind.num_chains > 1
+        for is_finished in (True,) if must_finish else (False, True):
             if found := self._algorithms(x, is_finished=is_finished):
                 return Plan(is_finished, found)
         return None
@@ -316,7 +328,8 @@ class Trial:
         """The equal algorithms for each of ``_SIZES``; those without take a neighbour's."""
         kind, library = self._kind, self._products.library
         type = "float32" if is_finished else kind.out_type
-        sizes = (kind.rows, kind.cols, kind.cols, kind.cols, kind.rows)
+        k = kind.cols // kind.num_chains
+        sizes = (kind.rows, k, kind.cols, kind.cols, kind.rows)
         known: dict[bytes, bool] = {}
         found: dict[int, tuple[Algorithm, ...]] = {}
         for m in _SIZES:
