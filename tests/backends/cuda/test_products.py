@@ -207,6 +207,7 @@ def test_which_kinds_have_chains() -> None:
     assert Kind("bf16", N, K, "bfloat16", False).num_chains == CHAINS
     assert Kind("bf16", N, ONE_CHAIN_K, "bfloat16", False).num_chains == 1
     assert Kind("q8_0", N, K, "bfloat16", False).num_chains == 1
+    assert Kind("bf16", N, K, "bfloat16", False, is_whole=True).num_chains == 1
 
 
 @pytest.mark.parametrize(

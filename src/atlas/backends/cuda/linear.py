@@ -169,8 +169,9 @@ def _product(
             step_product(queue, x, weight, replace(epilogue, residual=None), out)
 
         if products is not None and products.run(
-            queue, x, weight, epilogue.bias, epilogue.residual, out, step=step
-        ):
+            queue, x, weight, epilogue.bias, epilogue.residual, out, step=step,
+            is_whole=epilogue.is_whole,
+        ):  # fmt: skip
             return
     for first in range(0, rows, STEP_ROWS):
         part = slice(first, first + STEP_ROWS)

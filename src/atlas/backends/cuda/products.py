@@ -62,11 +62,14 @@ class Kind:
     cols: int
     out_type: str
     has_bias: bool
+    is_whole: bool = False  # one chain, whatever the matrix' shape
 
     @property
     def num_chains(self) -> int:
         """Parts of K that are summed for themselves, then added in ascending order."""
-        return self.cols // chain_length(self.rows, self.cols) if self.format == "bf16" else 1
+        if self.is_whole or self.format != "bf16":
+            return 1
+        return self.cols // chain_length(self.rows, self.cols)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,16 +113,18 @@ class Products:
         out: DeviceArray,
         *,
         step: StepProduct,
+        is_whole: bool = False,
     ) -> bool:
         """Put the launches of out = x · weightᵀ + bias + residual on a queue; False: none can.
 
         ``residual`` is ``out`` or None; ``step(queue, x, out)`` computes up to 128 rows without it
-        by the step GEMM: the trial of a new kind compares with it.
+        by the step GEMM: the trial of a new kind compares with it. ``is_whole``: the matrix is one
+        chain, whatever its shape.
         """
         if weight.rows > _WIDEST or weight.rows % 8:
             return False
         shape = (weight.format, weight.rows, weight.cols)
-        kind = Kind(*shape, out.dtype, bias is not None)
+        kind = Kind(*shape, out.dtype, bias is not None, is_whole)
         if kind not in self.plans:
             eager = Queue(self._device, queue.workspace)
             self.plans[kind] = Trial(self, eager, kind, weight, bias, step).plan()
