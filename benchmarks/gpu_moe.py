@@ -366,7 +366,7 @@ def time_block(
     router = gpu_router.Router(gpu, gemm, gpu_router.SHAPES[(A, B).index(shape)])
     name = decode_variant(rows, dim=shape.dim, inner=shape.inner, slots=shape.slots)
     assert name is not None
-    runner, columns, form = Runner(gpu, shape, rows), router.shape.columns, router.forms[-1]
+    runner, columns = Runner(gpu, shape, rows), router.shape.columns
     active = torch.arange(rows, device="cuda")
     inputs = [gpu_router.Rows(router.shape, _normal(rows, shape.dim), active) for _ in range(32)]
     residual = _normal(rows, shape.dim) * 0.1
@@ -376,10 +376,10 @@ def time_block(
         for i, (given, out) in enumerate(zip(inputs, outs, strict=True)):
             layer, number = layers[i % len(layers)], i % router.num_layers
             if is_apart:
-                router.at_once(given, number, form)
+                router.at_once(given, number)
                 runner.decode(layer, given.normed, given.ids, given.weights, out, out, name)
             else:
-                router.scores(given, number, form)
+                router.scores(given, number)
                 runner.routed(layer, given, columns, out, name)
 
     left = []

@@ -5,8 +5,7 @@
 Shapes are those of models: A (Qwen3.5-35B-A3B): 256 experts, top 8 and a shared one, hidden 2,048;
 B (Qwen3-30B-A3B): 128, top 8; N (Qwen3-Next-80B-A3B): 512, top 10 and a shared one; L
 (Qwen3-235B-A22B): 128, top 8, hidden 4,096; S: 128 chosen by sigmoid and bias, hidden 2,688. Timed
-over as many layers' routers as L2 does not hold; the one kernel with ``mma.sync`` and, on Hopper,
-with ``wgmma``. Exits with 1 if a bit differs. Needs torch.
+over as many layers' routers as L2 does not hold. Exits with 1 if a bit differs. Needs torch.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from atlas_kernels import build  # noqa: E402
-from atlas_kernels.gemm_step_plan import TILES  # noqa: E402
+from atlas_kernels.gemm_step_plan import TILES, chain_length  # noqa: E402
 from atlas_kernels.moe_plan import ROUTE_VARIANTS, route_variant  # noqa: E402
 from atlas_kernels.moe_router_plan import (  # noqa: E402
     ROUTER_COLUMNS,
@@ -124,32 +124,40 @@ class Router:
         gpu.run(f"moe_route_{route_variant(shape.experts)}", (len(rows.x), 1), args)
 
     @property
-    def forms(self) -> tuple[str, ...]:
-        """The kernels that stand for them, the backend's choice last."""
-        return ("moe_router", "moe_router_wgmma")[: 1 + (self.gpu.arch == "sm_90a")]
+    def _chain(self) -> int:
+        """Elements of a chain of the router's sums."""
+        return chain_length(self.shape.columns, self.shape.dim)
 
-    def at_once(self, rows: Rows, layer: int, form: str) -> None:
-        """One of ``forms``."""
+    def at_once(self, rows: Rows, layer: int) -> None:
+        """The kernel that stands for them."""
         shape, dim = self.shape, self.shape.dim
         name = router_variant(len(rows.x), dim=dim, experts=shape.experts, shared_bytes=_ROOM)
         args: list[Any] = [rows.x.data_ptr(), self.norms[layer].data_ptr()]
         args += [self.weights[layer].data_ptr(), rows.active.data_ptr()]
         args += [self.bias.data_ptr() if shape.sigmoid else 0]
         args += [tensor.data_ptr() for tensor in (*rows.results, self.counter)]
-        args += [len(rows.x), dim, shape.columns, shape.experts, shape.top_k, shape.slots]
-        args += [*self._choice(), _EPS, EPSILON, 1.0, 2 * dim, 2 * dim, 4 * shape.columns]
-        self.gpu.run(f"{form}_{name}", (-(-shape.columns // ROUTER_COLUMNS), 1), args)
+        args += [len(rows.x), dim, self._chain, shape.columns, shape.experts, shape.top_k]
+        args += [
+            shape.slots,
+            *self._choice(),
+            _EPS,
+            EPSILON,
+            1.0,
+            2 * dim,
+            2 * dim,
+            4 * shape.columns,
+        ]
+        self.gpu.run(f"moe_router_{name}", (-(-shape.columns // ROUTER_COLUMNS), 1), args)
 
-    def scores(self, rows: Rows, layer: int, form: str) -> None:
+    def scores(self, rows: Rows, layer: int) -> None:
         """The same without the choice."""
         shape, dim = self.shape, self.shape.dim
         name = router_variant(len(rows.x), dim=dim, experts=0, shared_bytes=_ROOM)
         args: list[Any] = [rows.x.data_ptr(), self.norms[layer].data_ptr()]
         args += [self.weights[layer].data_ptr(), rows.normed.data_ptr(), rows.scores.data_ptr()]
-        args += [rows.ids.data_ptr(), len(rows.x), rows.ids.numel(), dim, shape.columns, _EPS]
-        args += [2 * dim, 2 * dim, 4 * shape.columns]
-        grid = (-(-shape.columns // ROUTER_COLUMNS), 1)
-        self.gpu.run(f"{form.replace('router', 'scores')}_{name}", grid, args)
+        args += [rows.ids.data_ptr(), len(rows.x), rows.ids.numel(), dim, self._chain]
+        args += [shape.columns, _EPS, 2 * dim, 2 * dim, 4 * shape.columns]
+        self.gpu.run(f"moe_scores_{name}", (-(-shape.columns // ROUTER_COLUMNS), 1), args)
 
 
 def differing(router: Router, draws: int = 40) -> list[str]:
@@ -168,17 +176,16 @@ def differing(router: Router, draws: int = 40) -> list[str]:
         first = 0
         for count in (1, 2, 3, 4, 5, 7, ROUTER_ROWS, ROUTER_ROWS):
             place = slice(first, first + count)
-            for form in router.forms:
-                rows = Rows(shape, x[place], active[place])
-                torch.cuda.synchronize()
-                router.at_once(rows, layer, form)
-                router.gpu.stream.sync()
-                wrong = zip(_RESULTS, rows.results, whole.results, strict=True)
-                found += [
-                    f"{shape.name} {form}: {name} of {count} rows, draw {draw}"
-                    for name, got, want in wrong
-                    if not torch.equal(_bytes(got), _bytes(want[place]))
-                ]
+            rows = Rows(shape, x[place], active[place])
+            torch.cuda.synchronize()
+            router.at_once(rows, layer)
+            router.gpu.stream.sync()
+            wrong = zip(_RESULTS, rows.results, whole.results, strict=True)
+            found += [
+                f"{shape.name}: {name} of {count} rows, draw {draw}"
+                for name, got, want in wrong
+                if not torch.equal(_bytes(got), _bytes(want[place]))
+            ]
             first += count
     return found
 
@@ -188,31 +195,26 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def times(router: Router, count: int) -> dict[str, float]:
-    """Microseconds of a layer: the three kernels, and each form of the one."""
+    """Microseconds of a layer: the three kernels, and the one."""
     shape, gpu = router.shape, router.gpu
     x = torch.randn(count, shape.dim, device="cuda").bfloat16()
     rows = Rows(shape, x, torch.arange(count, device="cuda"))
     torch.cuda.synchronize()
 
-    def sweep(form: str) -> None:
+    def sweep(launch: Callable[[Rows, int], None]) -> None:
         for layer in range(router.num_layers):
-            if form == "apart":
-                router.apart(rows, layer)
-            else:
-                router.at_once(rows, layer, form)
+            launch(rows, layer)
 
+    forms = {"apart": router.apart, "at once": router.at_once}
     return {
-        form: gpu.microseconds(lambda form=form: sweep(form), 1) / router.num_layers  # type: ignore[misc]
-        for form in ("apart", *router.forms)
+        name: gpu.microseconds(lambda launch=launch: sweep(launch), 1) / router.num_layers  # type: ignore[misc]
+        for name, launch in forms.items()
     }
 
 
 def load_kernels(gpu: Gpu) -> None:
     """The kernels used here onto the device, compiled if need be."""
     names = ["rmsnorm_bf16", *(f"moe_router_{name}" for name in ROUTER_TILES)]
-    if gpu.arch == "sm_90a":
-        names += [f"moe_router_wgmma_{name}" for name in ROUTER_TILES]
-        names += [f"moe_scores_wgmma_{name}" for name in SCORES_TILES]
     names += [f"moe_scores_{name}" for name in SCORES_TILES]
     names += [f"moe_route_{name}" for name in ROUTE_VARIANTS]
     names += [f"gemm_step_bf16_{name}" for name in TILES if name.endswith(("_8", "_64"))]

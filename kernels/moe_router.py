@@ -5,14 +5,15 @@ added in the order of ``rmsnorm``, a score in that of ``gemm_step_plan``, and th
 code. Each thread block normalises the rows for itself and has 8 experts, whose weights are asked
 for before the wait; the last one to have its scores makes the choice.
 
-A score is one chain of products of the tensor core, as long as a row: what the kernel takes at
-least, and the less the sooner a product can follow the one before (``moe_router_wgmma``). The rest
-is kept short, in code as well: an SM finds none of it in its instruction cache. While the chain
-goes on, a warp runs through the code of the choice, which comes last. ``moe_scores`` leaves it to
-``moe_gate_up``, which makes it sooner than it could be handed over.
+A score's products of the tensor core wait for one another along a chain, and nothing else takes
+the kernel longer. Where a row has four chains, four warps take them side by side, each on a tensor
+core of its own: an SM has four. The rest is kept short, in code as well: an SM finds none of it in
+its instruction cache. While the chains go on, a warp without one runs through the code of the
+choice, which comes last. ``moe_scores`` leaves it to ``moe_gate_up``, which makes it sooner than it
+could be handed over.
 
-Rows lie in shared memory as ``wgmma`` and TMA have them: 8 rows of 64 elements are 1,024 bytes, in
-which a row's 16-byte units are exchanged by its number.
+Rows lie in shared memory as TMA has them: 8 rows of 64 elements are 1,024 bytes, in which a row's
+16-byte units are exchanged by its number, against bank conflicts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 from atlas_kernels._cuda import device, f32, i32, i64
+from atlas_kernels.gemm_step_plan import CHAINS
 from atlas_kernels.moe_plan import NOT_YET
 from atlas_kernels.moe_route import each_numbered, row_route
 from atlas_kernels.moe_router_plan import (
@@ -45,19 +47,23 @@ from atlas_kernels.ptx_memory import (
     load_b32x4,
     load_l2_f32,
     load_shared_b32,
+    load_shared_f32x2,
     load_shared_f32x4,
     store_b32,
     store_b32x4,
     store_f32,
     store_shared_b32,
     store_shared_b32x4,
+    store_shared_f32x2,
 )
 from atlas_kernels.ptx_mma import ldmatrix_x4, mma_bf16, mma_zero
 from atlas_kernels.ptx_warp import (
+    arrive_named,
     block_x,
     lane_id,
     num_blocks_x,
     shuffle_xor_f32,
+    sync_named,
     sync_threads,
     sync_warp,
     thread_x,
@@ -215,13 +221,11 @@ def _normalise(tile: RouterTile) -> Any:
 
 
 @device
-def _load_128(weights, rows):
-    """Fragments of 128 elements of K, 32 in each pair of loads."""
+def _load_64(weights, rows):
+    """Fragments of 64 elements of K, 32 in each pair of loads."""
     return (
         (ldmatrix_x4(weights), ldmatrix_x4(rows)),
         (ldmatrix_x4(i32(weights ^ 64)), ldmatrix_x4(i32(rows ^ 64))),
-        (ldmatrix_x4(i32(weights + 1024)), ldmatrix_x4(i32(rows + 1024))),
-        (ldmatrix_x4(i32((weights + 1024) ^ 64)), ldmatrix_x4(i32((rows + 1024) ^ 64))),
     )
 
 
@@ -233,61 +237,67 @@ def _multiply_32(total, pair):
     return mma_bf16(total, (a[2], zero, a[3], zero), (b[2], b[3]))
 
 
-@device
-def _multiply_128(total, held):
-    total = _multiply_32(_multiply_32(total, held[0]), held[1])
-    return _multiply_32(_multiply_32(total, held[2]), held[3])
-
-
 def _multiply(tile: RouterTile) -> Any:
-    """(base, dim), by a warp → its lanes' scores: expert ``lane / 4``, rows 2 (lane % 4) and next.
+    """(first, chain), by a warp → sums over a chain, whose router weights lie at ``first``.
 
-    Loads run ahead of the products, past the end into what lies there.
+    They are those of expert ``lane / 4`` and rows 2 (lane % 4) and next. Loads run ahead of the
+    products, past the end into what lies there.
     """
     rows_at = tile.rows_at
 
     @device
-    def multiply(base, dim):
-        lane, total, at, end = lane_id(), mma_zero(), i32(0), i32(16 * dim)
-        weights = i32(base + _place(i32(lane & 7), i32((lane >> 3) * 16)))
+    def multiply(first, chain):
+        lane, total, at, end = lane_id(), mma_zero(), i32(0), i32(16 * chain)
+        weights = i32(first + _place(i32(lane & 7), i32((lane >> 3) * 16)))
         rows = i32(weights + rows_at)
-        held = _load_128(weights, rows)
+        held = _load_64(weights, rows)
         while at < end:
-            others = _load_128(i32(weights + at + 2048), i32(rows + at + 2048))
-            total = _multiply_128(total, held)
-            held = _load_128(i32(weights + at + 4096), i32(rows + at + 4096))
-            if at + 2048 < end:
-                total = _multiply_128(total, others)
-            at = i32(at + 4096)
-        return total
+            others = _load_64(i32(weights + at + 1024), i32(rows + at + 1024))
+            total = _multiply_32(_multiply_32(total, held[0]), held[1])
+            held = _load_64(i32(weights + at + 2048), i32(rows + at + 2048))
+            total = _multiply_32(_multiply_32(total, others[0]), others[1])
+            at = i32(at + 2048)
+        return total[0], total[1]
 
     return multiply
 
 
+def _add_chains(tile: RouterTile) -> Any:
+    """(base, warp, sums), by the first ``CHAINS`` warps → by the first, what their sums add up to.
+
+    Ascending: ((c0 + c1) + c2) + c3. The others only leave theirs.
+    """
+    sums_at, threads = tile.sums_at, 32 * CHAINS
+
+    @device
+    def add_chains(base, warp, sums):
+        low, high = sums
+        place = i32(base + sums_at + lane_id() * 8)
+        if warp > 0:
+            store_shared_f32x2(i32(place + warp * 256), sums)
+            arrive_named(1, threads)
+        else:
+            sync_named(1, threads)
+            for i in range(1, CHAINS):
+                others = load_shared_f32x2(i32(place + i * 256))
+                low, high = low + others[0], high + others[1]
+        return low, high
+
+    return add_chains
+
+
 @device
-def _store_scores(total, scores, stride, first, rows, columns):
+def _store_scores(sums, scores, stride, first, rows, columns):
     """By the first warp."""
     column, row = i32(first + (lane_id() >> 2)), i32((lane_id() & 3) * 2)
     target = scores + row * stride + i64(column) * 4
     if column < columns and row < rows:
-        store_f32(target, total[0])
+        store_f32(target, sums[0])
     if column < columns and row + 1 < rows:
-        store_f32(target + stride, total[1])
+        store_f32(target + stride, sums[1])
 
 
-@device
-def _no_fence():
-    """``mma.sync`` reads shared memory as all threads do."""
-
-
-SCORES_ARGS = "ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 f32 i64 i64 i64"
-ARGS = (
-    "ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i32 i32 i32 f32 f32 f32 i64 i64"
-    " i64"
-)
-
-
-def _row_scores(tile: RouterTile, multiply: Any, warps: int, fence: Any) -> Any:
+def _row_scores(tile: RouterTile) -> Any:
     """By a thread block: rows normalised, stored and multiplied by 8 rows of the router.
 
     The first warp has stored the scores; the others do not wait for it.
@@ -296,11 +306,12 @@ def _row_scores(tile: RouterTile, multiply: Any, warps: int, fence: Any) -> Any:
     ask, normalise, arrived = _ask(tile), _normalise(tile), copy_wait(0)
     words_of, squares_of = each_numbered(vectors, _words), each_numbered(vectors, _squares)
     row_sum, nothing = _row_sum(vectors), (0,) * vectors
+    multiply, add_chains = _multiply(tile), _add_chains(tile)
 
     @device
     def row_scores(
-        base, x, norm, router, normed, scores, m, dim, columns, eps, x_stride, normed_stride,
-        scores_stride,
+        base, x, norm, router, normed, scores, m, dim, chain, columns, eps, x_stride,
+        normed_stride, scores_stride,
     ):  # fmt: skip
         lane, warp = lane_id(), i32(thread_x() >> 5)
         first, blocks = i32(block_x() * ROUTER_COLUMNS), num_blocks_x()
@@ -322,47 +333,45 @@ def _row_scores(tile: RouterTile, multiply: Any, warps: int, fence: Any) -> Any:
         if remainder(row, blocks) == block_x():
             out = normed + row * normed_stride
         normalise(base, row, source, factor, warp >> shift, i32(_WARPS >> shift), dim, out)
-        fence()
         sync_threads()
-        if warp < warps:
-            sums = multiply(base, dim)
+        if warp * chain < dim:
+            sums = multiply(i32(base + warp * chain * 16), chain)
+            if chain < dim:
+                sums = add_chains(base, warp, sums)
             if warp == 0:
                 _store_scores(sums, scores, scores_stride, first, m, columns)
 
     return row_scores
 
 
-def scores_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_fence) -> Any:
-    """``moe_scores``; parameters as of ``router_kernel``."""
-    row_scores = _row_scores(tile, multiply, warps, fence)
+@kernel(
+    "moe_router",
+    args=(
+        "ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i32 i32 i32 i32 f32 f32 f32"
+        " i64 i64 i64"
+    ),
+    threads=THREADS,
+    shared=lambda tile: tile.shared_bytes,
+    variants={name: (tile,) for name, tile in ROUTER_TILES.items()},
+)
+def make_moe_router(tile: RouterTile) -> Any:
+    """normed, scores, ids and weights of up to 8 rows x [m, D]; grid (⌈columns / 8⌉).
 
-    def moe_scores(
-        x, norm, router, normed, scores, ids, m, pairs, dim, columns, eps, x_stride, normed_stride,
-        scores_stride,
-    ):  # fmt: skip
-        launch_dependents()
-        row_scores(
-            dynamic_shared(), x, norm, router, normed, scores, m, dim, columns, eps, x_stride,
-            normed_stride, scores_stride,
-        )  # fmt: skip
-        if block_x() == 0 and thread_x() < pairs:
-            store_b32(ids + thread_x() * 4, NOT_YET)
+    - ``norm`` float32 [D] and ``eps``; ``router`` bf16 [columns, D], of which the first ``experts``
+      are the experts, and with ``slots`` = top_k + 1 the next one is the shared expert's;
+    - ``active``, ``bias`` and all that ``moe_route`` has by these names;
+    - ``normed`` bf16 [m, D], ``scores`` float32 [m, columns], written as ids and weights are;
+    - ``counter`` int32 [1]: zero, and zero again afterwards.
 
-    return moe_scores
-
-
-def router_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_fence) -> Any:
-    """``moe_router``, whose first ``warps`` warps ``multiply``.
-
-    (base, dim) → scores, the first warp's as those of the ``mma.sync`` form. ``fence`` comes
-    between what all threads wrote and the barrier before it.
+    D is a multiple of 128 and ``chain`` the router's ``chain_length``; rows of x, ``norm`` and
+    ``router`` lie at multiples of 16 bytes, strides in bytes. ``active`` is read before the wait.
     """
-    norm_at, row_scores = tile.norm_at, _row_scores(tile, multiply, warps, fence)
+    norm_at, row_scores = tile.norm_at, _row_scores(tile)
     route = row_route(tile.scores, load_l2_f32)
 
     def moe_router(
-        x, norm, router, active, bias, normed, scores, ids, weights, counter, m, dim, columns,
-        experts, top_k, slots, use_sigmoid, normalize, eps, epsilon, scaling, x_stride,
+        x, norm, router, active, bias, normed, scores, ids, weights, counter, m, dim, chain,
+        columns, experts, top_k, slots, use_sigmoid, normalize, eps, epsilon, scaling, x_stride,
         normed_stride, scores_stride,
     ):  # fmt: skip
         launch_dependents()
@@ -371,8 +380,8 @@ def router_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_
         if active != 0:
             is_active = load_b32(active + min(row, i32(m - 1)) * 4)
         row_scores(
-            base, x, norm, router, normed, scores, m, dim, columns, eps, x_stride, normed_stride,
-            scores_stride,
+            base, x, norm, router, normed, scores, m, dim, chain, columns, eps, x_stride,
+            normed_stride, scores_stride,
         )  # fmt: skip
         blocks = num_blocks_x()
         if row == 0:
@@ -386,7 +395,7 @@ def router_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_
                 store_shared_b32(base + norm_at, finished)
         # A warp with nothing to multiply runs the choice before, on other numbers, for the
         # instruction cache: it is one and the same code.
-        turn = opaque(i32(1 if row == warps else 0))
+        turn = opaque(i32(1 if row == CHAINS else 0))
         while turn >= 0:
             number, own_scores, last = i32(0), i64(norm), i64(0)
             num_scores, num_choices, num_slots = min(experts, dim), i32(1), i32(0)
@@ -410,30 +419,8 @@ def router_kernel(tile: RouterTile, multiply: Any, warps: int, fence: Any = _no_
 
 
 @kernel(
-    "moe_router",
-    args=ARGS,
-    threads=THREADS,
-    shared=lambda tile: tile.shared_bytes,
-    variants={name: (tile,) for name, tile in ROUTER_TILES.items()},
-)
-def make_moe_router(tile: RouterTile) -> Any:
-    """normed, scores, ids and weights of up to 8 rows x [m, D]; grid (⌈columns / 8⌉).
-
-    - ``norm`` float32 [D] and ``eps``; ``router`` bf16 [columns, D], of which the first ``experts``
-      are the experts, and with ``slots`` = top_k + 1 the next one is the shared expert's;
-    - ``active``, ``bias`` and all that ``moe_route`` has by these names;
-    - ``normed`` bf16 [m, D], ``scores`` float32 [m, columns], written as ids and weights are;
-    - ``counter`` int32 [1]: zero, and zero again afterwards.
-
-    D is a multiple of 128; rows of x, ``norm`` and ``router`` lie at multiples of 16 bytes, strides
-    in bytes. ``active`` is read before the wait.
-    """
-    return router_kernel(tile, _multiply(tile), 1)
-
-
-@kernel(
     "moe_scores",
-    args=SCORES_ARGS,
+    args="ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 f32 i64 i64 i64",
     threads=THREADS,
     shared=lambda tile: tile.shared_bytes,
     variants={name: (tile,) for name, tile in SCORES_TILES.items()},
@@ -443,4 +430,18 @@ def make_moe_scores(tile: RouterTile) -> Any:
 
     Its ids, int32 [m, slots], ``pairs`` of them, are set to ``NOT_YET``.
     """
-    return scores_kernel(tile, _multiply(tile), 1)
+    row_scores = _row_scores(tile)
+
+    def moe_scores(
+        x, norm, router, normed, scores, ids, m, pairs, dim, chain, columns, eps, x_stride,
+        normed_stride, scores_stride,
+    ):  # fmt: skip
+        launch_dependents()
+        row_scores(
+            dynamic_shared(), x, norm, router, normed, scores, m, dim, chain, columns, eps,
+            x_stride, normed_stride, scores_stride,
+        )  # fmt: skip
+        if block_x() == 0 and thread_x() < pairs:
+            store_b32(ids + thread_x() * 4, NOT_YET)
+
+    return moe_scores

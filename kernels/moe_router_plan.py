@@ -48,6 +48,12 @@ class RouterTile:
         return 32 * self.dim
 
     @property
+    def sums_at(self) -> int:
+        """Where chains' sums meet, 256 bytes a warp: among the norm's weights, which nobody needs
+        by then, behind what the choice puts there."""
+        return self.norm_at + 2048
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory."""
         return 36 * self.dim
@@ -58,10 +64,10 @@ ROUTER_TILES: dict[str, RouterTile] = {
     for dim in (2048, 4096)
     for experts in (128, 256, 512)
 }
-"""``moe_router_<variant>``, and for sm_90a ``moe_router_wgmma_<variant>``."""
+"""``moe_router_<variant>``."""
 
 SCORES_TILES: dict[str, RouterTile] = {f"d{dim}": RouterTile(dim // 256, 0) for dim in (2048, 4096)}
-"""``moe_scores_<variant>`` and ``moe_scores_wgmma_<variant>``: norm and product alone."""
+"""``moe_scores_<variant>``: norm and product alone."""
 
 
 def router_variant(rows: int, *, dim: int, experts: int, shared_bytes: int) -> str | None:

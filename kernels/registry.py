@@ -43,7 +43,6 @@ MODULES = (
     "moe_grouped_wgmma",
     "moe_route",
     "moe_router",
-    "moe_router_wgmma",
     "moe_sort",
     "mamba2_chunk",
     "mamba2_prefill",

@@ -252,8 +252,8 @@ def test_a_block_and_its_parts(bench: Bench, rows: int, experts: int, kind: dict
     got, launched = block.op(moe_block, x, slots)
     same_bits(got, want)
     variant = block.variants(rows)[0]
-    form = "moe_scores_wgmma_d2048" if experts <= 256 else "moe_scores_d2048"
-    assert launched == [form, routed_kernel(variant, experts), decode_kernels(variant)[1]]
+    kernels = (routed_kernel(variant, experts), decode_kernels(variant)[1])
+    assert launched == ["moe_scores_d2048", *kernels]
     assert not set(apart) & set(launched[:2])
 
 

@@ -72,7 +72,7 @@ def test_step_rows_have_their_output_gate_in_attention(
         assert [end - begin for begin, end in pairwise(ends)] == [a_layer, a_layer]
         blocks = [name for name in names if name.startswith("moe")]
         rows = "r1" if a_layer == 6 else "r8"
-        block = ("moe_scores_wgmma_d2048", f"moe_gate_up_bf16_{rows}_e128")
+        block = ("moe_scores_d2048", f"moe_gate_up_bf16_{rows}_e128")
         assert blocks == [*block, f"moe_down_bf16_{rows}"] * 3, "the experts' first kernel chooses"
 
 

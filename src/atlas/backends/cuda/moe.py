@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from atlas_kernels.gemm_step_plan import chain_length
 from atlas_kernels.moe_plan import (
     DOWN_TILES,
     GATE_UP_TILES,
@@ -38,9 +39,8 @@ from atlas.ops.moe import Scoring, block_in_parts, router_in_parts
 _SHARED_BYTES, _LEAST_SHARED_BYTES = 227 * 1024, 99 * 1024  # of large SMs, and since sm_80
 _MOST_EXPERTS, _MOST_CHOICES = 1024, 31
 _COMBINE_COLUMNS = 1024
-_AT_ONCE_ROWS, _WGMMA_EXPERTS = 4, 256
-"""Rows up to which one kernel routes faster than three, and experts up to which its form with
-``wgmma`` is the faster one: measured, see benchmarks/NOTES.md."""
+_AT_ONCE_ROWS = 4
+"""Rows up to which one kernel routes faster than three: measured, see benchmarks/NOTES.md."""
 _EPSILON = 1e-20
 _TILE_ENTRY_BYTES = 16
 
@@ -115,17 +115,12 @@ def moe_router(
     match("bfloat16", f"{rows} {dim}", x, f"{rows} {dim}", normed)
     counter = queue.scratch(4, zeroed=True)
     args: Args = (x, norm, router.data, 0 if slots is None else slots, 0 if bias is None else bias)
-    args += (normed, scores, ids, weights, counter, rows, dim, router.rows, num_experts, top_k)
-    args += (ids.shape[1], int(scoring == "sigmoid"), int(normalize), norm_eps, _EPSILON, scale)
+    args += (normed, scores, ids, weights, counter, rows, dim, chain_length(router.rows, dim))
+    args += (router.rows, num_experts, top_k, ids.shape[1], int(scoring == "sigmoid"))
+    args += (int(normalize), norm_eps, _EPSILON, scale)
     args += (x.strides[0], normed.strides[0], scores.strides[0])
-    name = f"moe_router_{_form(queue, num_experts)}{variant}"
-    queue.launch(name, (-(-router.rows // ROUTER_COLUMNS), 1), args, router)
-
-
-def _form(queue: Queue, num_experts: int) -> str:
-    """In a router kernel's name: how it multiplies."""
-    is_wgmma = queue.device.arch == "sm_90a" and num_experts <= _WGMMA_EXPERTS
-    return "wgmma_" if is_wgmma else ""
+    grid = (-(-router.rows // ROUTER_COLUMNS), 1)
+    queue.launch(f"moe_router_{variant}", grid, args, router)
 
 
 def _is_routed_at_once(
@@ -256,9 +251,10 @@ def moe_block(
     )  # fmt: skip
     require(experts == num_experts, "experts", experts, f"the router's {num_experts}")
     args: Args = (x, norm, router.data, normed, scores, ids, rows, rows * choices, dim)
-    args += (router.rows, norm_eps, x.strides[0], normed.strides[0], scores.strides[0])
-    name = f"moe_scores_{_form(queue, num_experts)}{router_kernel}"
-    queue.launch(name, (-(-router.rows // ROUTER_COLUMNS), 1), args, router)
+    args += (chain_length(router.rows, dim), router.rows, norm_eps)
+    args += (x.strides[0], normed.strides[0], scores.strides[0])
+    grid = (-(-router.rows // ROUTER_COLUMNS), 1)
+    queue.launch(f"moe_scores_{router_kernel}", grid, args, router)
     act, (wide, narrow) = expert_activated, _decode_grids(queue, variant, dim)
     args = (gate_up.data, 0 if shared_gate_up is None else shared_gate_up.data, normed, scores)
     args += (0 if bias is None else bias, 0 if slots is None else slots, ids, weights, act, rows)
