@@ -185,8 +185,11 @@ def test_four_chains(bench: Bench, rows: int, experts: int, dim: int) -> None:
     """Of rows as long as a model has them."""
     router = Router(bench, dim, experts, seed=rows, arch="sm_80" if rows == 8 else "sm_90a")
     assert len(router.parts) == CHAINS
-    router.compare(router.rows(rows))
-    # To be compared with ``linear`` of the whole matrix as well, once the step GEMM has chains.
+    normed, scores, *_ = router.compare(router.rows(rows))
+    whole = bench.empty((rows, router.columns), "f32", pad=-router.columns % 4 + 4)
+    normed_on = on(bench.put(normed, "bf16", pad=16))
+    linear.linear(BenchQueue(bench, router.arch), normed_on, router.matrix, out=on(whole))
+    np.testing.assert_array_equal(bench.get(whole), scores)
 
 
 @pytest.mark.parametrize(("rows", "dim"), [(1, 2048), (8, 2048), (3, 1920), (2, 2304)])
