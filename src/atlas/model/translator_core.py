@@ -266,6 +266,11 @@ class TranslatorCore(ModelCore):
         self.arena.overwrite(shape.first_logits, self.runtime.logits_written(shape))
         self.runtime.run(self.network.decoder, self.buffers, shape)
 
+    def _normed_rows(self, count: int) -> Floats:
+        """The final norm of the last sweep's first rows with logits; every sweep keeps it."""
+        rows: Floats = self.runtime.to_host(self.buffers.last_hidden[:count])
+        return rows
+
     def logits_row(self, row: int) -> Floats:
         """float32 [C] of an arena row in host memory, as the last sweep left it."""
         values: Floats = self.runtime.to_host(self.buffers.logits[row])
