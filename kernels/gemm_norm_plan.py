@@ -81,9 +81,14 @@ def _tile(columns: int, room: int, *, gated: bool = False) -> NormTile:
 NORM_TILES: dict[str, NormTile] = {
     f"c{columns}": _tile(columns, BESIDE_ATTENTION - 1024) for columns in FEW_COLUMNS
 }
+NORM_TILES["wide"] = _tile(64, 74 << 10)
 NORM_TILES["gated"] = _tile(64, 74 << 10, gated=True)
 NORM_TILES["pair"] = _tile(64, 110 << 10, gated=True)
-"""Tiles by variant: ``gemm_step_norm_bf16_<variant>`` is the kernel of one."""
+"""Tiles by variant: ``gemm_step_norm_bf16_<variant>`` is the kernel of one.
+
+An SM has room for three thread blocks of wide and gated ones: the weights of two come while the
+third normalises.
+"""
 
 
 _SHORT_PRODUCT, _IN_FLIGHT = 32 << 20, 48 << 10
@@ -103,5 +108,4 @@ def norm_variant(n: int, k: int, rows: int, *, gated: bool = False) -> str | Non
     """The key of ``NORM_TILES`` for ``rows`` rows and a matrix [n, k]; None: two kernels do it."""
     if rows != 1 or k > NORM_K or k % BOX_K:
         return None
-    name = form(n, rows, gated=gated)
-    return name if name in NORM_TILES else None
+    return form(n, rows, gated=gated)
