@@ -226,13 +226,15 @@ class TranslatorCore(ModelCore):
                 sources += 1
             rows += count
             inputs.source_cu_rows[sources] = rows
+        num_logits, most = len(batch.logits_rows), int(batch.rows.max())
+        assert most > 1 or num_logits == rows
         shape = DecodeShape(
             rows,
             len(batch.seqs),
             sources,
-            len(batch.logits_rows),
+            num_logits,
             batch.first_logits,
-            int(batch.rows.max()),
+            most,
             int(np.diff(inputs.source_cu_rows[: sources + 1]).max()),
         )
         self._decode(shape)
