@@ -46,7 +46,7 @@ def test_two_engines_hold_one_copy(own_folder: Path) -> None:
         assert weights_of(first) is weights_of(second)
         networks = first._loaded.core.network, second._loaded.core.network
         assert networks[0].embedding is networks[1].embedding
-        assert np.shares_memory(networks[0].final_norm, networks[1].final_norm)
+        assert np.shares_memory(networks[0].final_norm.weight, networks[1].final_norm.weight)
         # But each has its own sequences.
         assert first.generate([5, 6], PARAMS).token_ids == second.generate([5, 6], PARAMS).token_ids
         assert first._loaded.plan.weights == second._loaded.plan.weights > 0

@@ -14,7 +14,7 @@ from atlas.errors import (
 from atlas.model import Model
 from atlas.model.load import LoadedModel
 from atlas.model.logits_view import LogitsView
-from atlas.model.records import NON_FINITE
+from atlas.model.records import NON_FINITE, PrefillSlice
 from tests.helpers.random_model import CONFIGS, RandomCheckpoint, random_model
 from tests.model.checks import OTHER, PROMPT, assert_logits, prefilled
 from tests.model.conftest import Expected
@@ -163,6 +163,21 @@ def test_hidden_after_norm_gives_the_logits(model: Model) -> None:
     with pytest.raises(StaleHandleError, match="overwrote"):
         model.logits.hidden_after_norm()
     assert np.abs(hidden).max() > 0  # a copy
+
+
+@pytest.mark.contract("logits.hidden_after_norm")
+@pytest.mark.parametrize("count", [1, 3])
+def test_hidden_after_norm_is_what_the_head_reads(loaded: LoadedModel, count: int) -> None:
+    model = loaded.model
+    decoded(model, count)
+    wanted = loaded.core.buffers.last_hidden[:count].copy()
+    for _ in range(2):
+        np.testing.assert_array_equal(model.logits.hidden_after_norm(), wanted)
+    seqs = [prefilled(model, PROMPT[: 3 + i]) for i in range(count)]
+    prompt = model.lifecycle.alloc_sequence()
+    piece = PrefillSlice(PROMPT, prompt, 0, len(PROMPT), True)
+    model.forward.mixed_forward(list(range(1, count + 1)), seqs, piece)
+    np.testing.assert_array_equal(model.logits.hidden_after_norm(), wanted)
 
 
 @pytest.mark.contract("logits.hidden_after_norm")

@@ -25,7 +25,7 @@ from atlas.layers.mamba2 import Mamba2
 from atlas.layers.mlp import Mlp
 from atlas.layers.moe import Latent, Moe, SharedExpert
 from atlas.layers.mtp import MtpHead
-from atlas.layers.network import Block, Network
+from atlas.layers.network import Block, FinalNorm, Network
 from atlas.layers.rope import no_rotation, rope_table
 from atlas.layers.step import SHARED_SCORES, Array
 from atlas.ops.blocks import FORMATS, HostMatrix, dequantize, quantize
@@ -92,8 +92,7 @@ class NetworkBuilder:
             embedding=embedding,
             embedding_scale=config.embedding_scale,
             blocks=tuple(blocks),
-            final_norm=self._vector("final_norm"),
-            norm_eps=config.norm_eps,
+            final_norm=FinalNorm(self._vector("final_norm"), config.norm_eps),
             head=Projection((head,)),
             final_softcap=config.final_softcap,
             mtp=self._mtp(config, tables) if config.mtp_kinds else None,

@@ -219,10 +219,15 @@ class Decoder:
         self.embedding.forward(ops, step)
         for block in self.blocks:
             block.forward(ops, step)
-        if len(step.logits_rows):
-            ops.gather_rows(step.hidden, step.logits_rows, out=step.last_hidden)
-            self.norm.forward(ops, step.last_hidden, step.last_hidden)
-            self.head.forward(ops, step.last_hidden, step.logits)
+        if not len(step.logits_rows):
+            return
+        if step.max_rows == 1:  # nothing to gather: each row would go where it is
+            rows = step.hidden[: len(step.logits_rows)]
+        else:
+            rows = step.last_hidden
+            ops.gather_rows(step.hidden, step.logits_rows, out=rows)
+        self.norm.forward(ops, rows, step.last_hidden)
+        self.head.forward(ops, step.last_hidden, step.logits)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

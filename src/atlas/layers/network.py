@@ -41,6 +41,21 @@ class RecurrentBlock(Block, Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class FinalNorm:
+    """The norm between the last block and the head.
+
+    A step need not keep its output: ``forward``, run alone behind it, computes that of its rows.
+    """
+
+    weight: Array
+    eps: float
+
+    def forward(self, ops: Any, step: StepBuffers) -> None:
+        """``step.hidden``, as the step before left it, to ``step.normed``."""
+        ops.rmsnorm(step.hidden, self.weight, self.eps, out=step.normed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Network:
     """A decoder of attention, recurrent and feed-forward blocks.
 
@@ -51,8 +66,7 @@ class Network:
     embedding: Any
     embedding_scale: float
     blocks: tuple[Block, ...]
-    final_norm: Array
-    norm_eps: float
+    final_norm: FinalNorm
     head: Projection
     final_softcap: float | None = None
     mtp: MtpHead | None = None
@@ -60,7 +74,8 @@ class Network:
     def forward(self, ops: Any, step: StepBuffers) -> None:
         """One sweep over the weights: ``step.token_ids`` to ``step.logits``.
 
-        Final norm and head run on the rows in ``step.logits_rows`` only.
+        Final norm and head run on the rows in ``step.logits_rows`` only. ``step.hidden`` stays as
+        the last block left it.
         """
         self.embed(ops, step)
         for block in self.blocks:
@@ -75,9 +90,13 @@ class Network:
         """``step.hidden`` to the logits of the rows that have some."""
         if not len(step.logits_rows):
             return
-        ops.gather_rows(step.hidden, step.logits_rows, out=step.last_hidden)
-        ops.rmsnorm(step.last_hidden, self.final_norm, self.norm_eps, out=step.last_hidden)
-        self.head.forward(ops, step.last_hidden, step.logits)
+        if step.all_logits:  # nothing to gather: each row would go where it is
+            rows = step.hidden[: len(step.logits_rows)]
+        else:
+            rows = step.last_hidden
+            ops.gather_rows(step.hidden, step.logits_rows, out=rows)
+        norm = self.final_norm
+        self.head.forward_normed(ops, rows, norm.weight, norm.eps, step.last_hidden, step.logits)
         if self.final_softcap is not None:
             ops.softcap(step.logits, self.final_softcap, out=step.logits)
 

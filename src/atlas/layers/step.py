@@ -30,6 +30,9 @@ class StepShape:
     The first ``step_rows`` rows are step tokens (generated or drafted) of the first ``step_seqs``
     sequences, none of which has more than ``max_step_rows``; the other rows are prompt tokens of
     the other sequences.
+
+    ``all_logits``: all rows are step rows and have logits, so that logits row i is row i's. A step
+    that is padded to as many logits rows as it has rows is not of this kind.
     """
 
     rows: int
@@ -40,6 +43,32 @@ class StepShape:
     step_seqs: int = 0
     max_step_rows: int = 0
     keeps_inputs: bool = False  # of recurrent layers, for a rollback
+    all_logits: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        rows: int,
+        seqs: int,
+        logits: int,
+        first_logits: int,
+        steps: NDArray[np.int32],
+        *,
+        keeps_inputs: bool = False,
+    ) -> StepShape:
+        """A step whose first sequences have ``steps[i]`` step rows each."""
+        step_rows, most = int(steps.sum()), int(steps.max(initial=0))
+        return cls(
+            rows,
+            seqs,
+            logits,
+            first_logits,
+            step_rows,
+            len(steps),
+            most,
+            keeps_inputs,
+            all_logits=rows == step_rows == logits,
+        )
 
     @classmethod
     def prompt(cls, rows: int, logits: int = 1) -> StepShape:
@@ -49,7 +78,7 @@ class StepShape:
     @classmethod
     def decode(cls, seqs: int) -> StepShape:
         """One step token of each of ``seqs`` sequences, all with logits."""
-        return cls(seqs, seqs, seqs, 0, seqs, seqs, 1)
+        return cls(seqs, seqs, seqs, 0, seqs, seqs, 1, all_logits=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +99,7 @@ class StepBuffers:
         Where recurrent layers keep each step row's inputs for a rollback; −1: nowhere. Empty in a
         step that keeps none.
     logits_rows : int32 [L]
-        Rows of the step whose logits are wanted.
+        Rows of the step whose logits are wanted; 0, 1, 2, … with ``all_logits``.
     hidden, normed, projected : float32 [T, D]
         The residual stream, a layer's normalised input, and a block's output before its norm.
     qkv : float32 [T, (H + 2·HK)·K]
@@ -89,10 +118,13 @@ class StepBuffers:
     latent, latent_sum : float32 [T, Z]
         What experts of a latent space read, and their weighted sum.
     last_hidden : float32 [L, D]
-        The final norm's output.
+        Scratch of the last norm and product: the rows that have logits, or those normalised; not
+        written where they are rows of ``hidden`` and one kernel does both.
     logits : float32 [L, C]
     step_rows, step_seqs, max_step_rows : int
         As in ``StepShape``; 0 in the whole buffers.
+    all_logits : bool
+        As in ``StepShape``; False in the whole buffers.
     """
 
     token_ids: Array
@@ -129,6 +161,7 @@ class StepBuffers:
     step_rows: int = 0
     step_seqs: int = 0
     max_step_rows: int = 0
+    all_logits: bool = False
 
     def view(self, shape: StepShape) -> StepBuffers:
         """The front of every buffer for a step of this shape."""
@@ -147,13 +180,13 @@ class StepBuffers:
         arrays: dict[str, Any] = {
             name: getattr(self, name)[by_name.get(name, rows)]
             for name in self.__slots__
-            if name not in _NUMBERS
+            if name not in _OF_SHAPE
         }
-        numbers = {name: getattr(shape, name) for name in _NUMBERS}
+        numbers = {name: getattr(shape, name) for name in _OF_SHAPE}
         return replace(self, **arrays, **numbers)
 
 
-_NUMBERS = ("step_rows", "step_seqs", "max_step_rows")
+_OF_SHAPE = ("step_rows", "step_seqs", "max_step_rows", "all_logits")
 INPUTS = (
     "token_ids",
     "positions",

@@ -30,7 +30,8 @@ class DecodeShape:
     """A decoder's sweep: T rows of N sequences over G sources, L of them with logits.
 
     Sequences of one source (its beams) lie side by side. No sequence has more than ``max_rows``
-    rows, and no source more than ``max_source_rows``.
+    rows, and no source more than ``max_source_rows``. Where no sequence has more than one row, all
+    rows have logits.
     Logits go to the arena from row ``first_logits`` on.
     """
 
@@ -57,6 +58,7 @@ class TranslationBuffers:
     source_tables : int32 [G, MS]
     source_lens : int32 [G]
     logits_rows : int32 [L]
+        0, 1, 2, … where ``max_rows`` is 1.
     hidden, normed : float32 [T, D]
     qkv : float32 [T, 3D]
     attended : float32 [T, D]

@@ -298,18 +298,14 @@ class ModelCore:
         ``batch.first_logits`` on; the caller claims them.
         """
         inputs = self._write(batch)
-        step_seqs = batch.num_step_seqs
-        steps = batch.rows[:step_seqs]
         keeps = self.states is not None and recurrence.place(inputs, batch)
-        shape = StepShape(
+        shape = StepShape.of(
             batch.num_rows,
             len(batch.seqs),
             len(batch.logits_rows),
             batch.first_logits,
-            int(steps.sum()),
-            step_seqs,
-            int(steps.max(initial=0)),
-            keeps,
+            batch.rows[: batch.num_step_seqs],
+            keeps_inputs=keeps,
         )
         self._run(inputs, shape)
 
@@ -375,16 +371,8 @@ class ModelCore:
             self.runtime.feed(inputs, fed, plan.source_rows[fed], before)
         if draws:
             self.runtime.draw(draws)
-        steps = inputs.cu_rows[: plan.num_decode + 1]
-        shape = StepShape(
-            plan.num_rows,
-            plan.num_seqs,
-            plan.num_logits,
-            0,
-            int(steps[-1]),
-            plan.num_decode,
-            int(np.diff(steps).max(initial=0)),
-        )
+        steps = np.diff(inputs.cu_rows[: plan.num_decode + 1])
+        shape = StepShape.of(plan.num_rows, plan.num_seqs, plan.num_logits, 0, steps)
         self._run(inputs, shape)
         result: StepResult = self.runtime.result(
             self.buffers, plan.num_logits, wants_tokens=wants_tokens, host_rows=host_rows
@@ -435,5 +423,11 @@ class ModelCore:
         """The final norm's rows of the last decode step, a copy [rows, D]."""
         if self.last_decode is None:
             raise StaleHandleError("no decode ran, or another forward overwrote its rows")
-        rows = self.runtime.to_host(self.buffers.last_hidden[: self.last_decode[1]])
-        return np.array(rows, np.float32)
+        return np.array(self._normed_rows(self.last_decode[1]), np.float32)
+
+    def _normed_rows(self, count: int) -> NDArray[Any]:
+        """The final norm of the last step's first rows, which ``hidden`` still holds."""
+        self.runtime.inputs(self.buffers)  # a step begins, though this one reads none
+        self.runtime.run(self.network.final_norm, self.buffers, StepShape.prompt(count, 0))
+        rows: NDArray[Any] = self.runtime.to_host(self.buffers.normed[:count])
+        return rows

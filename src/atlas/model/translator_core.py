@@ -226,13 +226,15 @@ class TranslatorCore(ModelCore):
                 sources += 1
             rows += count
             inputs.source_cu_rows[sources] = rows
+        num_logits, most = len(batch.logits_rows), int(batch.rows.max())
+        assert most > 1 or num_logits == rows
         shape = DecodeShape(
             rows,
             len(batch.seqs),
             sources,
-            len(batch.logits_rows),
+            num_logits,
             batch.first_logits,
-            int(batch.rows.max()),
+            most,
             int(np.diff(inputs.source_cu_rows[: sources + 1]).max()),
         )
         self._decode(shape)
@@ -265,6 +267,11 @@ class TranslatorCore(ModelCore):
         self.last_decode = None
         self.arena.overwrite(shape.first_logits, self.runtime.logits_written(shape))
         self.runtime.run(self.network.decoder, self.buffers, shape)
+
+    def _normed_rows(self, count: int) -> Floats:
+        """The final norm of the last sweep's first rows with logits; every sweep keeps it."""
+        rows: Floats = self.runtime.to_host(self.buffers.last_hidden[:count])
+        return rows
 
     def logits_row(self, row: int) -> Floats:
         """float32 [C] of an arena row in host memory, as the last sweep left it."""

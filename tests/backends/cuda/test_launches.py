@@ -7,11 +7,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from atlas_kernels import attention_plan, gemm_norm_plan
 from atlas_kernels.attention_plan import DOWN_TO_OUTPUT, LOOP
 from atlas_kernels.registry import argument_names, load_table
+from hypothesis import given
+from hypothesis import strategies as st
 
+from atlas.backends.cuda.buckets import bucket
 from atlas.backends.cuda.device import TensorMaps
 from atlas.backends.cuda.launch import Queue, Recording, carveout
 from atlas.layers.step import StepShape
@@ -25,7 +29,7 @@ from tests.kernels.conftest import NO_COMPILER
 @pytest.mark.parametrize(
     ("batch", "in_products", "apart"),
     [
-        (1, {"gemm_step_norm_bf16_c16": 2, "gemm_step_norm_bf16_pair": 2}, 1),
+        (1, {"gemm_step_norm_bf16_c16": 3, "gemm_step_norm_bf16_pair": 2}, 0),
         (2, {}, 5),
         (3, {}, 5),
     ],
@@ -38,11 +42,48 @@ def test_norms_of_one_row_are_in_products(
     in_products: dict[str, int],
     apart: int,
 ) -> None:
-    """Those that a product alone reads: two of each of two layers, but not the last one."""
+    """Those that a product alone reads: two of each of two layers, and the head's."""
     found = Counter(launched(folder, monkeypatch, StepShape.decode(batch)))
     fused = {name: count for name, count in found.items() if "norm" in name and "gemm" in name}
     assert fused == in_products
     assert found["rmsnorm_bf16"] == apart
+
+
+ONE_EACH = np.ones(3, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "gathers"),
+    [
+        (StepShape.decode(1), 0),
+        (StepShape.decode(3), 0),
+        (StepShape.of(3, 3, 3, 5, ONE_EACH), 0),  # elsewhere in the arena, where none is padded
+        (StepShape.of(4, 1, 4, 0, np.array([4], np.int32)), 0),  # a verify
+        (StepShape.of(6, 3, 6, 0, np.array([3, 1, 2], np.int32)), 0),
+        (StepShape.of(3, 3, 2, 0, ONE_EACH), 1),  # padded to four rows, all with logits
+        (StepShape.of(4, 1, 1, 0, np.array([4], np.int32)), 1),
+        (StepShape.of(23, 4, 4, 0, ONE_EACH), 1),
+        (StepShape.of(4, 4, 4, 0, ONE_EACH), 1),  # a prompt of one token, behind padding
+        (StepShape.prompt(8, 8), 1),
+        (StepShape.prompt(20, 0), 0),
+    ],
+)
+def test_rows_that_all_have_logits_are_not_gathered(
+    gpu: HostGpu, folder: Path, monkeypatch: pytest.MonkeyPatch, shape: StepShape, gathers: int
+) -> None:
+    names = launched(folder, monkeypatch, shape)
+    assert sum(name.startswith("gather_rows") for name in names) == gathers
+
+
+@given(rows=st.lists(st.integers(1, 5), min_size=1, max_size=40), first=st.sampled_from([0, 7]))
+def test_padded_logits_are_rows_of_a_step_that_is_not_gathered(rows: list[int], first: int) -> None:
+    steps = np.array(rows, np.int32)
+    total = int(steps.sum())
+    shape = StepShape.of(total, len(rows), total, first, steps)
+    padded = bucket(shape, 256, 64, 256)
+    assert shape.all_logits
+    assert padded.all_logits
+    assert total <= padded.logits <= padded.rows
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from atlas.backends.cuda import fetch
-from atlas.errors import CapabilityError, KernelError, OutOfMemoryError
+from atlas.errors import CapabilityError, KernelError, OutOfMemoryError, StaleHandleError
+from atlas.model.batch import Window, build
 from atlas.model.circuit import ForwardSelection
 from atlas.model.load import LoadedModel
 from atlas.model.records import PrefillSlice
@@ -146,6 +147,56 @@ def test_mixed_steps_run_under_few_shapes(on_cuda: LoadedModel) -> None:
         for seq in (*seqs, first, prompt):
             model.lifecycle.free_sequence(seq)
     assert len(shapes) == 1, shapes
+
+
+def test_logits_of_some_rows_are_theirs_however_the_step_is_padded(on_cuda: LoadedModel) -> None:
+    """Of three rows, that are padded to four, two have logits, and four are computed."""
+    loaded, model = on_cuda, on_cuda.model
+    alone, core = rows_of(loaded, steps=1), loaded.core
+    seqs = [model.lifecycle.alloc_sequence() for _ in range(3)]
+    for seq in seqs:
+        model.forward.prefill(PROMPT, seq, logits="none")
+    ids = np.array([9, TOKENS[0], TOKENS[0]], np.int32)
+    with core.room(seqs, [1, 1, 1]):
+        windows = [Window(seq, ids[i : i + 1], "step", int(i > 0)) for i, seq in enumerate(seqs)]
+        core.run(build(windows))
+        for window in windows:
+            core.commit(window.seq, window.token_ids, "step")
+    for row in model.logits.to_host(core.arena.claim(0, 2)):
+        np.testing.assert_array_equal(row, alone[1])
+
+
+def test_the_final_norm_of_a_decode_step(on_cuda: LoadedModel) -> None:
+    """That of one row, which no kernel writes, is that of the row among others."""
+    loaded, model = on_cuda, on_cuda.model
+    seqs = [model.lifecycle.alloc_sequence() for _ in range(3)]
+    for i, seq in enumerate(seqs):
+        model.forward.prefill((PROMPT + i) % 203, seq, logits="none")
+    twins = [model.lifecycle.fork(seq) for seq in seqs]
+    prompt = model.lifecycle.alloc_sequence()
+
+    def normed(count: int) -> np.ndarray[Any, Any]:
+        rows = model.logits.hidden_after_norm()
+        np.testing.assert_array_equal(model.logits.hidden_after_norm(), rows)
+        if count > 1:
+            kept = loaded.core.runtime.to_host(loaded.core.buffers.last_hidden[:count])
+            np.testing.assert_array_equal(kept, rows)
+        return rows
+
+    view = model.forward.decode_batch([5, 6, 7], seqs)
+    want = normed(3)
+    best = model.logits.argmax_batch(view, 3)
+    np.testing.assert_array_equal(best, model.logits.to_host(view).argmax(-1))
+    result = model.forward.mixed_forward(
+        [5, 6], twins[:2], PrefillSlice(PROMPT, prompt, 0, len(PROMPT), True)
+    )
+    assert result.prefill_logits is not None
+    np.testing.assert_array_equal(normed(2), want[:2])
+    model.forward.decode(7, twins[2])
+    np.testing.assert_array_equal(normed(1), want[2:])
+    model.verify.decode_verify(np.array(TOKENS, np.int32), seqs[0])
+    with pytest.raises(StaleHandleError):
+        model.logits.hidden_after_norm()
 
 
 def test_a_verify_is_serial_decoding(on_cuda: LoadedModel) -> None:

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from atlas import Engine, SamplingParams
+from atlas.backends.cuda.device import TensorMaps
 from atlas.errors import CapabilityError
 from atlas.event import Event
+from atlas.layers.translation_step import DecodeShape
 from atlas.model import Model
+from atlas.ops.select import implementations
 from atlas.translation import BeamParams, Translation
 from tests.backends.cuda.folders import write_cuda_translator
 from tests.backends.cuda.host_gpu import HostGpu
@@ -101,6 +104,30 @@ def test_translations_are_the_cpu_s(cuda: str, folder: Path, num_beams: int, ngr
                 elif ours.token_ids != theirs.token_ids:  # another way was taken at a near tie
                     assert gap_where_they_part(model, subwords, theirs, ours) < NEAR
     assert any(same), same
+
+
+@pytest.mark.parametrize(
+    ("shape", "gathers"),
+    [
+        (DecodeShape(5, 5, 2, 5, max_source_rows=4), 0),
+        (DecodeShape(3, 3, 1, 3, 7, max_source_rows=3), 0),  # elsewhere in the arena
+        (DecodeShape(2, 1, 1, 2, max_rows=2, max_source_rows=2), 1),
+        (DecodeShape(3, 2, 2, 2, max_rows=2, max_source_rows=2), 1),
+    ],
+)
+def test_rows_that_all_have_logits_are_not_gathered(
+    gpu: HostGpu, folder: Path, monkeypatch: pytest.MonkeyPatch, shape: DecodeShape, gathers: int
+) -> None:
+    monkeypatch.setattr(TensorMaps, "address", lambda *ignored: 0)
+    with open_engine(folder) as engine:
+        core: Any = engine._loaded.core
+        runtime = core.runtime
+        runtime.functions.clear()
+        runtime.functions |= implementations("cuda")
+        padded = runtime.padded(shape)
+        launches = runtime._record(core.network.decoder, core.buffers, padded).launches
+    names = [launch.kernel for launch in launches]
+    assert sum(name.startswith("gather_rows") for name in names) == gathers
 
 
 def test_the_logits_are_the_cpu_s(cuda: str, folder: Path) -> None:
