@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from atlas_kernels.gemm_step_plan import (
     BESIDE_ATTENTION,
     BOX_K,
-    CHAINS,
     FEW_COLUMNS,
     TILES,
     StepTile,
     chain_length,
     form,
+    in_chains,
 )
 
 NORM_K = 5120
@@ -91,7 +91,7 @@ NORM_TILES: dict[str, NormTile] = {
     f"c{columns}": _tile(columns, BESIDE_ATTENTION - 1024) for columns in FEW_COLUMNS
 }
 NORM_TILES |= {
-    f"split{columns}": replace(NORM_TILES[f"c{columns}"], chains=CHAINS)
+    f"split{columns}": in_chains(NORM_TILES[f"c{columns}"], BESIDE_ATTENTION - 2048 - ROW_BYTES)
     for columns in FEW_COLUMNS
     if f"split{columns}_8" in TILES
 }

@@ -266,6 +266,17 @@ def _stages(columns: int, rows: int, room: int) -> tuple[int, int]:
     return k_block, stages
 
 
+def in_chains(tile: StepTile, room: int) -> StepTile:
+    """A tile of one chain as one with warps for each of several.
+
+    A place in the ring is always the same chain's: whoever waits for a stage has seen all those
+    before it at its place, or the parity of its barrier would say nothing. ``mma.sync`` does not
+    pause between stages, so they are short, and more fit.
+    """
+    tile = replace(tile, k_block=128, chains=CHAINS)
+    return replace(tile, stages=room // tile.stage_bytes // CHAINS * CHAINS)
+
+
 def _column_tile(columns: int, rows: int) -> StepTile:
     """A tile of ``c<columns>``. 128 rows are bound by what an SM takes in, the least for tiles as
     wide as they are high."""
@@ -304,7 +315,7 @@ TILES |= {
     for rows, (columns, k_block, stages) in zip(RUNGS, by_rows, strict=False)
 }
 TILES |= {
-    f"split{columns}_8": replace(TILES[f"c{columns}_8"], chains=CHAINS)
+    f"split{columns}_8": in_chains(TILES[f"c{columns}_8"], BESIDE_ATTENTION - 1024)
     for columns in FEW_COLUMNS
     if NUM_SMS * columns <= _MOST_ROWS_OF_W
 }

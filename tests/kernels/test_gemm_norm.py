@@ -50,6 +50,7 @@ def test_every_tile_fits_an_sm() -> None:
         assert places > 1 or tile.shared_bytes <= BESIDE_ATTENTION
         assert tile.stage_bytes % 1024 == 0, "the swizzle's period"
         assert tile.stages >= 5
+        assert tile.stages % tile.chains == 0, "a place in the ring is always the same chain's"
         assert pace(tile, 1) <= tile.stages, "the ring knows no stage before its first"
         assert 2 * tile.stages <= tile.threads, "a thread makes one barrier"
         assert tile.asker >= 32 * NORM_WARPS

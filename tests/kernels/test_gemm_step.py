@@ -38,6 +38,8 @@ def test_every_tile_fits_an_sm() -> None:
             assert max(view.box) <= 256, "a box of a tensor map"
             assert view.box[-2] * 128 % 1024 == 0, "the swizzle has a period of 1,024 bytes"
         assert tile.stages >= 3
+        assert tile.stages % tile.chains == 0, "a place in the ring is always the same chain's"
+        assert 2 * tile.stages <= tile.threads, "a thread makes one barrier"
     for mma_tile in MMA_TILES.values():
         assert mma_tile.shared_bytes <= 99 * 1024, "the least of all GPUs since sm_80"
         assert mma_tile.stages >= 2
@@ -49,7 +51,7 @@ def test_a_thread_block_of_attention_fits_beside_one_of_few_rows() -> None:
     from atlas_kernels.attention_step import shared_bytes
 
     for name, tile in TILES.items():
-        if name.startswith("c") and not name.endswith("_128"):
+        if name.startswith(("c", "split")) and not name.endswith("_128"):
             for tiles in (1, 2) if tile.columns >= 32 else (1,):
                 both = tile.shared_bytes + shared_bytes(128, tiles) + 2 * 1024
                 assert both <= 228 * 1024, name
