@@ -95,14 +95,9 @@ NORM_TILES |= {
     for columns in FEW_COLUMNS
     if f"split{columns}_8" in TILES
 }
-NORM_TILES["wide"] = _tile(64, 74 << 10)
 NORM_TILES["gated"] = _tile(64, 74 << 10, gated=True)
 NORM_TILES["pair"] = _tile(64, 110 << 10, gated=True)
-"""Tiles by variant: ``gemm_step_norm_bf16_<variant>`` is the kernel of one.
-
-An SM has room for three thread blocks of wide and gated ones: the weights of two come while the
-third normalises.
-"""
+"""Tiles by variant: ``gemm_step_norm_bf16_<variant>`` is the kernel of one."""
 
 
 _SHORT_PRODUCT, _IN_FLIGHT = 32 << 20, 48 << 10
@@ -122,4 +117,5 @@ def norm_variant(n: int, k: int, rows: int, *, gated: bool = False) -> str | Non
     """The key of ``NORM_TILES`` for ``rows`` rows and a matrix [n, k]; None: two kernels do it."""
     if rows != 1 or k > NORM_K or k % BOX_K:
         return None
-    return form(n, rows, gated=gated, chained=not gated and chain_length(n, k) < k)
+    name = form(n, rows, gated=gated, chained=not gated and chain_length(n, k) < k)
+    return name if name in NORM_TILES else None
