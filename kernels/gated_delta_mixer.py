@@ -51,8 +51,11 @@ from atlas_kernels.ptx_warp import (
 from atlas_kernels.registry import kernel
 from atlas_kernels.vector import Access, access
 
-AHEAD = 264
+AT_ONCE = 264
 """Thread blocks that an H200 holds at a time, two on each SM."""
+AHEAD = 132
+"""How many blocks later the one is whose state a block asks into L2: what is asked sooner has left
+again before its turn."""
 
 
 @kernel(
@@ -205,10 +208,10 @@ def make_gated_delta_mixer_step(dim: int, rows: Access, ahead: bool) -> Any:
         if thread_x() >= threads - ROWS:
             copy4(i32(base + rate_at), decay_log + head * 4)
             copy4(i32(base + rate_at + 4), dt_bias + head * 4)
-        state, at_once = nothing(), num_blocks_x() <= AHEAD
+        state, at_once = nothing(), num_blocks_x() <= AT_ONCE
         if at_once:
             state = load_state(source + within)
-        elif not ahead or block_x() < AHEAD:
+        elif not ahead or block_x() < AT_ONCE:
             prefetch(source, state_bytes, threads)
         wait_prerequisites()
         row, arrived = i32(begin), i32(0)

@@ -247,6 +247,10 @@ class _Block:
         name = parts[0]
         if opcode.startswith("cp.async.bulk.tensor"):
             self._tensor_copy(operands, active)
+        elif opcode.startswith("cp.async.bulk.prefetch"):  # as below
+            sizes = self._read(operands[1])[active].astype(np.uint64)
+            for end in (np.uint64(0), sizes - np.uint64(16)):
+                self.memory.indices(self._address(operands[0])[active] + end, 16)
         elif opcode.startswith("cp.async.bulk"):
             self._bulk_copy(operands, active)
         elif name == "mbarrier":
