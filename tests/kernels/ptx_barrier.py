@@ -95,8 +95,10 @@ class Barriers:
 
     def end(self) -> None:
         """The thread block is over, and its shared memory another's."""
-        open = any(barrier.copies or barrier.arrived for barrier in self.table.values())
-        assert not open and not self.late, "a bulk copy that nobody waits for"
+        copies = [*self.late]
+        for barrier in self.table.values():
+            copies += barrier.copies + barrier.arrived
+        assert not copies, "a bulk copy that nobody waits for"
 
     def wait(self, addresses: Array, parities: Array, shared: Array) -> Array:
         """Whether each wait is over; then what the phase brought arrives."""

@@ -289,7 +289,5 @@ class TestOnTheGpu:
                 powers = np.random.default_rng(seed).integers(-spread, spread + 1, (1, k))
                 values = rounded(_normal(1, k, seed=seed) * 2.0**powers, "bf16")
                 x = device.put(values, "bf16")
-                want = layer.apart(
-                    x, type, option, gated=tile.gated, chained=tile.chains > 1
-                )
+                want = layer.apart(x, type, option, gated=tile.gated, chained=tile.chains > 1)
                 np.testing.assert_array_equal(layer.fused(name, x, type, option), want)
