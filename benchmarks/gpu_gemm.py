@@ -69,7 +69,7 @@ class StepGemm:
         self, weight: Tensor, x: Tensor, out: Tensor, *, gated: bool = False, name: str = "",
         bias: Tensor | None = None, residual: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """out = x · weightᵀ, by the tile of the plan, or in one chain by that which ``name`` says."""
+        """out = x · weightᵀ by the plan's tile, or in one chain by that which ``name`` says."""
         (n, k), m = weight.shape, x.shape[0]
         chain = k if gated or name else chain_length(n, k)
         key = name or variant(n, m, gated=gated, chained=chain < k)

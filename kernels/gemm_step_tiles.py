@@ -5,9 +5,9 @@ TMA, as in ``gemm_step``. Each thread of a warp group takes the codes that it ne
 operand and turns them into bf16 in registers (``quant_decode``) while the products of the half
 stage before run; ``wgmma`` multiplies them from there. The dequantised weights touch no memory.
 
-The order of summation is that of a bf16 matrix (``gemm_step_plan``): k16 steps ascending in one
-float32 accumulator. So the bits are those of ``gemm_step`` on the weights rounded to bf16, whatever
-the rows and the tile.
+The order of summation is that of a bf16 matrix of one chain, whatever the matrix' shape
+(``gemm_step_plan``): k16 steps ascending in one float32 accumulator. So the bits are those of
+``gemm_step`` on the weights rounded to bf16 and one chain, whatever the rows and the tile.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ Streams, units and order are as there; all weights that fit are asked for while 
 runs. It lets this one start only after its own wait, so ids may be read before this one's wait: a
 kernel before it wrote them, or left word that it writes them itself, with all else to do.
 
-Thread blocks come when an SM's of that kernel have left, and find none of their code in its
-instruction cache. At one row, each warp has the choices in its lanes, needs no list, and runs what
-asks for its first weights once, without asking, while the choices are on their way.
+Thread blocks come when an SM's of that kernel have left. At one row, each warp has the choices in
+its lanes and needs no list: it asks for its first weights as soon as they are there.
 """
 
 from __future__ import annotations
@@ -214,7 +213,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
         p, lane, one, pairs = thread_x(), lane_id(), i32(lanes() >> 5), i32(m * slots)
         y_at, act_at, ring = places_of(base, pairs, inner)
         wait_prerequisites()
-        if p < 32:
+        if p < 32 and count > 0:  # what nobody waits for would come when this block has left
             ask_rows(base, act_at, act, i64(inner) * 2, pairs, i32(2 * inner))
         sync_threads()
         weight = load_f32(weights + i64(min(p, i32(pairs - 1))) * 4)

@@ -1,7 +1,8 @@
 """Mbarriers and bulk copies of sm_90 for the PTX machine.
 
 What a bulk copy brings arrives in shared memory only when its barrier's phase is waited for, so
-that a missing wait shows.
+that a missing wait shows. With ``turns`` copies are as late as they may be: only when nobody can go
+on without one does one come, whichever. So they overtake one another, and warps run far apart.
 """
 
 from __future__ import annotations
@@ -46,10 +47,13 @@ class Barrier:
 
 
 class Barriers:
-    """The mbarriers of a thread block, by shared address."""
+    """The mbarriers of a thread block, by shared address; ``turns`` says which copy comes next."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: np.random.Generator | None = None) -> None:
         self.table: dict[int, Barrier] = {}
+        self.turns = turns
+        self.late: list[tuple[int, int, Array]] = []
+        """Copies that have not come: barrier, place and bytes."""
 
     def init(self, addresses: Array, counts: Array) -> None:
         for address, count in zip(addresses.tolist(), counts.tolist(), strict=True):
@@ -67,12 +71,34 @@ class Barriers:
 
     def copy(self, address: int, place: int, data: Array) -> None:
         """Bytes on their way to ``place``."""
-        barrier = self.table[address]
+        assert address in self.table, "a copy for a barrier that is not there"
         assert place % 16 == 0, "a bulk copy wants 16-byte alignment"
         assert data.size % 16 == 0, "a bulk copy is of a multiple of 16 bytes"
+        self.late.append((address, place, data))
+        if self.turns is None:
+            self._come(0)
+
+    def _come(self, number: int) -> None:
+        address, place, data = self.late.pop(number)
+        barrier = self.table[address]
         barrier.copies.append((place, data))
         barrier.num_bytes -= data.size
         self._settle(barrier)
+
+    def bring(self) -> bool:
+        """One of the late copies comes, whichever; whether there was one."""
+        if self.late:
+            assert self.turns is not None
+            self._come(int(self.turns.integers(len(self.late))))
+            return True
+        return False
+
+    def end(self) -> None:
+        """The thread block is over, and its shared memory another's."""
+        copies = [*self.late]
+        for barrier in self.table.values():
+            copies += barrier.copies + barrier.arrived
+        assert not copies, "a bulk copy that nobody waits for"
 
     def wait(self, addresses: Array, parities: Array, shared: Array) -> Array:
         """Whether each wait is over; then what the phase brought arrives."""

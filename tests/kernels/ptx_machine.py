@@ -113,13 +113,15 @@ def launch(
 
     ``shared_bytes`` is the dynamic shared memory.
     ``order`` 0 runs all warps of a block together. 1 and −1 run one warp as far as it goes before
-    the next or the previous one, which a missing barrier does not survive.
+    the next or the previous one, which a missing barrier does not survive. A greater number is the
+    seed of chance: it says which warp goes on, and which bulk copy comes once all wait.
     """
     program = _Program(ptx, args, shared_bytes)
     written = np.zeros(memory.data.size, bool)
     for y in range(grid[1]):
         for x in range(grid[0]):
-            _Block(program, memory, written, threads, grid, (x, y)).run(order)
+            turns = np.random.default_rng([order, x, y]) if order > 1 else None
+            _Block(program, memory, written, threads, grid, (x, y), turns).run(order)
 
 
 class _Program:
@@ -167,7 +169,9 @@ class _Block:
         threads: int,
         grid: tuple[int, int],
         block: tuple[int, int],
+        turns: np.random.Generator | None,
     ) -> None:
+        self.turns, self.turn = turns, 0  # the warp that goes on
         self.program, self.memory, self.written = program, memory, written
         self.shared = np.full(program.shared_bytes, 0xFF, np.uint8)
         self.pc = np.zeros(threads, np.int64)
@@ -184,7 +188,7 @@ class _Block:
             "%nctaid.y": full(lanes, grid[1]),
         }
         self.copies = Copies16(threads // WARP)
-        self.barriers = Barriers()
+        self.barriers = Barriers(turns)
         self.waited = False
         self.waiting = np.zeros(threads, bool)
         self.named = NamedBarriers(threads)
@@ -193,20 +197,24 @@ class _Block:
 
     def run(self, order: int) -> None:
         end = len(self.program.code)
-        rank = order * (np.arange(self.pc.size) // WARP)
+        warp = np.arange(self.pc.size) // WARP
+        rank = order * warp
         has_moved = True
         while (self.pc < end).any():
             left = (self.pc < end) & (self.named.held == 0)
             ready = left & ~self.waiting & ~self.stalled
             if not ready.any():
                 if self.stalled.any():
-                    assert has_moved, "a wait that nothing ends"
+                    assert has_moved or self.barriers.bring(), "a wait that nothing ends"
                     self.stalled[:] = has_moved = False
                 else:
                     assert left.any(), "a barrier that not all reach"
                     self.waiting[:] = False  # all that are left have reached the barrier
                 continue
-            ready &= rank == rank[ready].min()
+            if self.turns is None:
+                ready &= rank == rank[ready].min()
+            else:
+                ready &= warp == self._next(np.unique(warp[ready]))
             now = int(self.pc[ready].min())
             active = ready & (self.pc == now)
             predicate, negated, opcode, operands = self.program.code[now]
@@ -217,6 +225,14 @@ class _Block:
                 with np.errstate(all="ignore"):
                     self._step(opcode, operands, active, end)
                 has_moved |= bool((active & ~self.stalled).any())
+        self.barriers.end()
+
+    def _next(self, warps: Array) -> int:
+        """The warp of ``warps`` that goes on: the same for some instructions, then any."""
+        assert self.turns is not None
+        if self.turn not in warps or self.turns.random() < 0.05:
+            self.turn = int(self.turns.choice(warps))
+        return self.turn
 
     def _step(self, opcode: str, operands: list[str], active: Array, end: int) -> None:
         parts = opcode.split(".")

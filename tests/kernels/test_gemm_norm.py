@@ -205,18 +205,21 @@ def test_the_order_of_the_sum(bench: Bench, units: tuple[int, int]) -> None:
     np.testing.assert_array_equal(layer.fused("c16", x, "f32", 1), want)
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_no_warp_needs_to_be_first(ptx_of: Callable[[str], str], order: int) -> None:
-    """Warps one after the other, from either end: a missing barrier would show.
+@pytest.mark.parametrize("order", [1, -1, 2])
+@pytest.mark.parametrize(("name", "stages"), [("c96", 0), ("split48", 0), ("split48", 3)])
+def test_no_warp_needs_to_be_first(
+    ptx_of: Callable[[str], str], name: str, stages: int, order: int
+) -> None:
+    """Warps one after the other, from either end, or by chance: a missing barrier would show.
 
-    Every warp has a part of the row, and the last ones multiply too.
+    Every warp has a part of the row, and the last ones multiply too; the ring goes round.
     """
     x = rounded(_normal(1, 2048), "bf16")
     results = []
     for how in (0, order):
         bench = machine_bench(ptx_of, how)
-        layer = Layer(bench, 96, 2048)
-        results.append(layer.fused("c96", bench.put(x, "bf16"), "f32", 1))
+        layer = Layer(bench, NORM_TILES[name].columns, 2048)
+        results.append(layer.fused(name, bench.put(x, "bf16"), "f32", 1, stages))
     np.testing.assert_array_equal(*results)
 
 
@@ -286,7 +289,5 @@ class TestOnTheGpu:
                 powers = np.random.default_rng(seed).integers(-spread, spread + 1, (1, k))
                 values = rounded(_normal(1, k, seed=seed) * 2.0**powers, "bf16")
                 x = device.put(values, "bf16")
-                want = layer.apart(
-                    x, type, option, gated=tile.gated, chained=tile.chains > 1
-                )
+                want = layer.apart(x, type, option, gated=tile.gated, chained=tile.chains > 1)
                 np.testing.assert_array_equal(layer.fused(name, x, type, option), want)

@@ -171,7 +171,8 @@ class Weights:
         residual, bias = options.get("residual"), options.get("bias")
         out = residual or self.bench.empty((m + 1, -(-width // 4) * 4), type, pad=4)
         args += [bias.address if bias else 0, residual.address if residual else 0, out.address]
-        args += [self.n, self.k, *chain, m, *strides, out.stride, out.stride, int(out.type == "f32")]
+        args += [self.n, self.k, *chain, m, *strides, out.stride, out.stride]
+        args += [int(out.type == "f32")]
         self.bench.run(kernel, (grid, 1), args)
         got = self.bench.get(out)
         assert residual is not None or np.isnan(got[m:]).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +26,8 @@ from hypothesis import strategies as st
 
 from atlas.ops import OPS
 from tests.kernels.conftest import NO_COMPILER
-from tests.kernels.launches import Bench, Buffer, rounded
-from tests.kernels.ptx_machine import Memory
+from tests.kernels.launches import Bench, Buffer, machine_bench, rounded
+from tests.kernels.ptx_machine import Memory, launch
 
 Array = np.ndarray[Any, Any]
 
@@ -209,6 +211,44 @@ def test_chains(bench: Bench, name: str, rows: int, k: int) -> None:
     np.testing.assert_array_equal(product.wgmma(name, x, k // CHAINS), want)
     got = product.mma(f"narrow_{rung(rows)}", bench.put(x, "bf16"), chain=k // CHAINS)
     np.testing.assert_array_equal(got, want)
+
+
+# Rings that go round, and one that does not fill.
+@pytest.mark.parametrize("order", [1, -1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "rows", "k"),
+    [("split48_8", 3, 4096), ("split24_8", 8, 1536), ("c48_32", 20, 2048), ("c24_16", 9, 4096)],
+)
+def test_warps_and_copies_may_come_in_any_order(
+    ptx_of: Callable[[str], str], name: str, rows: int, k: int, order: int
+) -> None:
+    """Of tiles with chains: warps run far apart, and copies overtake one another."""
+    results = []
+    for how in (0, order):
+        product = Product(machine_bench(ptx_of, how), TILES[name].columns + 4, k, pad=0)
+        x = rounded(_normal(rows, k), "bf16")
+        results.append(product.wgmma(name, x, k // CHAINS))
+    np.testing.assert_array_equal(*results)
+
+
+def test_the_machine_sees_a_ring_whose_places_change_chains() -> None:
+    """Otherwise the test above would prove little: parities say nothing there."""
+    pytest.importorskip("numba_cuda", reason=NO_COMPILER)
+    from atlas_kernels import build
+    from atlas_kernels.gemm_step import make_gemm_step
+    from atlas_kernels.registry import Architecture
+
+    tile = replace(TILES["split48_8"], stages=TILES["split48_8"].stages + 2)
+    declared, target = build.find("gemm_step_bf16_split48_8"), Architecture.parse("sm_90a")
+    ptx = build.compile_body(make_gemm_step(tile), replace(declared, lto=False), target).decode()
+    memory = Memory()
+
+    def run(_: str, grid: tuple[int, int], args: list[Any]) -> None:
+        launch(ptx, grid, tile.threads, args, memory, 2, tile.shared_bytes)
+
+    product = Product(Bench(memory, run), tile.columns, 4096, pad=0)
+    with pytest.raises(AssertionError):
+        product.wgmma("split48_8", rounded(_normal(3, 4096), "bf16"), 4096 // CHAINS)
 
 
 def test_which_matrices_have_chains() -> None:

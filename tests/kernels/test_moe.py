@@ -399,7 +399,7 @@ def test_the_machine_sees_what_a_grouped_kernel_gets_wrong(
         _run_in_order(broken, 1)
 
 
-@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("order", [1, -1, 2])
 def test_warps_may_run_in_any_order(ptx_of: Callable[[str], str], order: int) -> None:
     _run_in_order(ptx_of, order)
 
@@ -432,7 +432,9 @@ def test_decode_and_grouped(bench: Bench, rows: int, variant: str, shared: bool)
     np.testing.assert_array_equal(run, again)
 
 
-@pytest.mark.parametrize("ids", [[2, -1], [-1, 0], [-1, 3, EXPERTS], [-1, -1, -1]], ids=str)
+@pytest.mark.parametrize(
+    "ids", [[2, -1], [-1, 0], [-1, -1], [-1, 3, EXPERTS], [-1, -1, -1]], ids=str
+)
 def test_a_row_without_some_choices(bench: Bench, ids: list[int]) -> None:
     """A tile of one row makes no list of the others', as the greater ones do."""
     results = []

@@ -76,8 +76,9 @@ def linear(x: Float, weight: HostMatrix, bias: Float | None = None, *, out: Floa
     Notes
     -----
     Order: k (or block) ascending in one float32 accumulator for each output, fused multiply-add
-    where the CPU has it, bias last. The order does not depend on T: a row's result is bitwise the
-    same in any batch.
+    where the CPU has it, bias last. A GPU sums 16 products at a time, and small matrices as four
+    parts of K (``kernels/gemm_step_plan.py``). No order depends on T: a row's result is bitwise
+    the same in any batch.
     """
     out[...] = product(x, weight) if bias is None else product(x, weight) + bias
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from atlas_kernels.gemm_step_plan import CHAINS, chain_length
 
-from atlas.backends.cuda import products
+from atlas.backends.cuda import linear, products
 from atlas.backends.cuda.array import DeviceArray
 from atlas.backends.cuda.device import CudaDevice
 from atlas.backends.cuda.launch import Queue, Recording
@@ -267,6 +267,30 @@ def test_one_chain_is_one_call(matrix: Matrix, adds: bool, then: list[str]) -> N
     assert {call["beta"] for call in matrix.cublaslt.calls} == {0}
     assert (last["out"] == out.address) is not adds
     assert matrix.queue.launched == then
+
+
+def test_a_gated_matrix_is_one_chain_here_too(
+    matrix: Matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is in the kernels that gate: of a shape that has several chains otherwise."""
+    matrix.cublaslt.offered = [ASCENDING]
+    weights = decode(on_host(matrix.weight.values), "bf16")
+
+    def step(_: Queue, x: DeviceArray, weight: DeviceMatrix, epilogue: Any, out: Any) -> None:
+        assert epilogue.chain(weight.rows, weight.cols) == K
+        on_host(out)[...] = encode(chain(decode(on_host(x), "bf16"), weights), "bf16")
+
+    monkeypatch.setattr(linear, "step_product", step)
+    monkeypatch.setattr(linear.gates, "silu_and_mul", lambda queue, gate_up, out: None)
+    (gate_up, want), (out, _) = matrix.outputs("bfloat16"), matrix.outputs("bfloat16")
+    places = {"gate_up": gate_up, "out": out[:, : N // 2]}
+    with monkeypatch.context() as patched:
+        patched.setattr(matrix.queue.device, "products", matrix.products)
+        linear.linear_gated(matrix.queue, matrix.x, matrix.weight, None, "silu", **places)
+    step(matrix.queue, matrix.x, matrix.weight, linear.Epilogue(is_whole=True), want)
+    np.testing.assert_array_equal(on_host(gate_up), on_host(want))
+    assert matrix.cublaslt.asked == {(N, K, K)}
+    assert [kind.is_whole for kind in matrix.products.plans] == [True]
 
 
 def test_what_sums_otherwise_is_refused(matrix: Matrix) -> None:

@@ -69,7 +69,8 @@ class Kind:
         """Parts of K that are summed for themselves, then added in ascending order."""
         if self.is_whole or self.format != "bf16":
             return 1
-        return self.cols // chain_length(self.rows, self.cols)
+        length: int = chain_length(self.rows, self.cols)
+        return self.cols // length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
