@@ -65,7 +65,8 @@ def compare(model: str, wanted: list[dict[str, Any]]) -> bool:
         outputs = engine.generate([want["prompt"] for want in wanted], params)
     for text, want, output in zip(PROMPTS, wanted, outputs, strict=True):
         got = list(output.samples[0].token_ids)
-        at = next((i for i, pair in enumerate(zip(got, want["tokens"])) if len({*pair}) > 1), None)
+        pairs = zip(got, want["tokens"], strict=True)
+        at = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
         if at is None:
             print(f"{text!r}: {NUM_TOKENS} tokens equal")
             continue

@@ -216,7 +216,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
             while at_k < dim:
                 place = i32(ring + stage * stage_bytes)
                 arrived()
-                if asks_ahead and at_k + turn >= dim:
+                if asks_ahead and down != 0 and at_k + turn >= dim:
                     unit = place_of(index, far, first, inner)
                     ask_ahead(base, down, down_shared, unit, experts, dim, inner)
                 sync_warp()
@@ -254,8 +254,8 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
     """act[pair] = silu(gate) · up of x[row] by the pair's expert; grid (SMs · blocks an SM).
 
     Arguments: the experts' [E, 2F, D] and the shared expert's [2F, D] (or 0), gate rows first; both
-    of ``moe_down``; x [m, D]; ids int32 [m, slots]; act [m · slots, F]; m, slots, E, D, F; the stride of x in bytes.
-    All bf16 and contiguous but x. A pair without a choice is not written.
+    of ``moe_down`` (or 0, then L2 is not asked for them); x [m, D]; ids int32 [m, slots];
+    act [m · slots, F]; m, slots, E, D, F; the stride of x in bytes. All bf16 and contiguous but x. A pair without a choice is not written.
     """
     (start, share_of, go_on, finish), list_them = _parts(tile), list_experts(tile)
     x_offset = tile.list_bytes

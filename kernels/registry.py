@@ -43,6 +43,7 @@ MODULES = (
     "moe_grouped_wgmma",
     "moe_route",
     "moe_router",
+    "moe_scores",
     "moe_sort",
     "mamba2_chunk",
     "mamba2_prefill",

@@ -263,12 +263,8 @@ class _Block:
         name = parts[0]
         if opcode.startswith("cp.async.bulk.tensor"):
             self._tensor_copy(operands, active)
-        elif opcode.startswith("cp.async.bulk.prefetch"):  # as below
-            sizes = self._read(operands[1])[active].astype(np.uint64)
-            for end in (np.uint64(0), sizes - np.uint64(16)):
-                self.memory.indices(self._address(operands[0])[active] + end, 16)
         elif opcode.startswith("cp.async.bulk"):
-            self._bulk_copy(operands, active)
+            self._bulk_copy(opcode, operands, active)
         elif name == "mbarrier":
             self._barrier(parts[1], operands, active)
         elif name == "cp":
@@ -464,7 +460,12 @@ class _Block:
             words = raw_bits(combine(typed(values, parts[3]), axis=1), parts[3])
         self._write(operands[0], np.repeat(words, WARP), active)
 
-    def _bulk_copy(self, operands: list[str], active: Array) -> None:
+    def _bulk_copy(self, opcode: str, operands: list[str], active: Array) -> None:
+        if "prefetch" in opcode:  # as ``prefetch``: from the first byte to the last
+            sizes = self._read(operands[1])[active].astype(np.uint64)
+            for end in (np.uint64(0), sizes - np.uint64(16)):
+                self.memory.indices(self._address(operands[0])[active] + end, 16)
+            return
         sizes = self._read(operands[2])[active].astype(np.int64)
         places = self._address(operands[0])[active].astype(np.int64)
         sources = self._address(operands[1])[active]
