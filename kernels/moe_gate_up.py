@@ -255,7 +255,8 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
 
     Arguments: the experts' [E, 2F, D] and the shared expert's [2F, D] (or 0), gate rows first; both
     of ``moe_down`` (or 0, then L2 is not asked for them); x [m, D]; ids int32 [m, slots];
-    act [m · slots, F]; m, slots, E, D, F; the stride of x in bytes. All bf16 and contiguous but x. A pair without a choice is not written.
+    act [m · slots, F]; m, slots, E, D, F; the stride of x in bytes. All bf16 and contiguous but x.
+    A pair without a choice is not written.
     """
     (start, share_of, go_on, finish), list_them = _parts(tile), list_experts(tile)
     x_offset = tile.list_bytes
