@@ -129,8 +129,7 @@ class Runner:
 
     def gate_up(self, layer: Layer, x: Tensor, ids: Tensor, name: str) -> None:
         shape = self.shape
-        args = [layer.address("gate_up"), layer.address("shared_gate_up")]
-        args += [layer.address("down"), layer.address("shared_down"), x.data_ptr()]
+        args = [layer.address("gate_up"), layer.address("shared_gate_up"), x.data_ptr()]
         args += [ids.data_ptr(), self.act.data_ptr(), len(x), shape.slots, shape.experts]
         args += [shape.dim, shape.inner, x.stride(0) * 2]
         blocks = self._blocks(GATE_UP_TILES[name].blocks_per_sm)
@@ -161,7 +160,6 @@ class Runner:
         shape, kernel = self.shape, routed_kernel(name, self.shape.experts)
         assert kernel is not None
         args: list[Any] = [layer.address("gate_up"), layer.address("shared_gate_up")]
-        args += [layer.address("down"), layer.address("shared_down")]
         args += [rows.normed.data_ptr(), rows.scores.data_ptr(), 0, rows.active.data_ptr()]
         args += [rows.ids.data_ptr(), rows.weights.data_ptr(), self.act.data_ptr(), len(out)]
         args += [shape.slots, shape.experts, shape.dim, shape.inner, columns, shape.top_k, 0, 1]

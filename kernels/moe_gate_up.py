@@ -16,9 +16,7 @@ could make them for all, and hand them over. As nothing else can go on meanwhile
 none of the code in its instruction cache, it is run once before the wait, on other numbers.
 
 The next kernel starts only after this one's own wait: it reads ids before its wait, which a kernel
-before this one wrote, or sees there that this one is about to. At one row it finds no room on an SM
-before this one's thread blocks have left, and the memory would idle: a warp whose last weights have
-come asks as much of that kernel's into L2.
+before this one wrote, or sees there that this one is about to.
 """
 
 from __future__ import annotations
@@ -50,7 +48,6 @@ from atlas_kernels.ptx_async import (
 )
 from atlas_kernels.ptx_math import from_bf16, opaque, quotient, to_bf16
 from atlas_kernels.ptx_memory import (
-    bulk_prefetch_l2,
     dynamic_shared,
     load_l2_f32,
     load_shared_b32,
@@ -81,20 +78,9 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
     - ``finish`` (base, that cursor, …): everything else.
     """
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
-    pitch, multiply, asks_ahead = tile.pitch, multiply_stage(tile), tile.rows == 1
+    pitch, multiply = tile.pitch, multiply_stage(tile)
     (part_of, ask), arrived = ask_stage(tile), copy_wait(stages - 1)
     entries, x_offset = entries_at(tile), tile.list_bytes
-
-    @device
-    def ask_ahead(base, down, down_shared, place, experts, dim, inner):
-        """A unit's share of what ``moe_down`` reads of its expert: 8 D / F rows."""
-        entry, column = place
-        expert = load_shared_b32(base + entries + entry * 4)
-        start = down_shared
-        if expert != experts:
-            start = down + i64(expert) * (i64(inner) * dim * 2)
-        if lane_id() == 0:
-            bulk_prefetch_l2(start + i64(column) * dim * 2, i32(16 * dim))
 
     @device
     def unit_at(index, far, first):
@@ -201,7 +187,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
         return next_index, source, next_k, count, far, first
 
     @device
-    def finish(base, cursor, w, w_shared, down, down_shared, act, m, slots, experts, dim, inner):
+    def finish(base, cursor, w, w_shared, act, m, slots, experts, dim, inner):
         next_index, source, next_k, count, far, first = cursor
         ring, one, lane = ring_of(base, m, dim), i32(lanes() >> 5), lane_id()
         warp, x_at = i32(thread_x() >> 5), i32(base + x_offset)
@@ -216,9 +202,6 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
             while at_k < dim:
                 place = i32(ring + stage * stage_bytes)
                 arrived()
-                if asks_ahead and down != 0 and at_k + turn >= dim:
-                    unit = place_of(index, far, first, inner)
-                    ask_ahead(base, down, down_shared, unit, experts, dim, inner)
                 sync_warp()
                 steps = i32(min(chunk, dim - at_k) >> 6)
                 total = multiply(total, i32(place + line), i32(rows + at_k * 2), steps)
@@ -243,7 +226,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
 
 @kernel(
     "moe_gate_up",
-    args="ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64",
+    args="ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64",
     threads=lambda tile: tile.threads,
     shared=lambda tile: tile.shared_bytes,
     min_blocks=lambda tile: tile.places,
@@ -253,17 +236,14 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
 def make_moe_gate_up(tile: DecodeTile) -> Any:
     """act[pair] = silu(gate) · up of x[row] by the pair's expert; grid (SMs · blocks an SM).
 
-    Arguments: the experts' [E, 2F, D] and the shared expert's [2F, D] (or 0), gate rows first; both
-    of ``moe_down`` (or 0, then L2 is not asked for them); x [m, D]; ids int32 [m, slots];
-    act [m · slots, F]; m, slots, E, D, F; the stride of x in bytes. All bf16 and contiguous but x.
-    A pair without a choice is not written.
+    Arguments: the experts' [E, 2F, D] and the shared expert's [2F, D] (or 0), gate rows first; x
+    [m, D]; ids int32 [m, slots]; act [m · slots, F]; m, slots, E, D, F; the stride of x in bytes.
+    All bf16 and contiguous but x. A pair without a choice is not written.
     """
     (start, share_of, go_on, finish), list_them = _parts(tile), list_experts(tile)
     x_offset = tile.list_bytes
 
-    def moe_gate_up(
-        w, w_shared, down, down_shared, x, ids, act, m, slots, experts, dim, inner, x_stride
-    ):
+    def moe_gate_up(w, w_shared, x, ids, act, m, slots, experts, dim, inner, x_stride):
         base = dynamic_shared()
         begin(base)
         cursor = start(base, w, w_shared, m, experts, dim, inner)
@@ -275,7 +255,7 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
         listed = list_them(base, expert, m, slots, i32(experts if w_shared != 0 else -1))
         share = share_of(listed, cursor, w_shared, inner)
         asked = go_on(base, cursor, share, w, w_shared, m, experts, dim, inner)
-        finish(base, asked, w, w_shared, down, down_shared, act, m, slots, experts, dim, inner)
+        finish(base, asked, w, w_shared, act, m, slots, experts, dim, inner)
 
     return moe_gate_up
 
@@ -283,8 +263,7 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
 @kernel(
     "moe_gate_up",
     args=(
-        "ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr"
-        " i32 i32 i32 i32 i32 i32 i32 i32 i32 f32 f32 i64 i64"
+        "ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i32 i32 i32 i32 f32 f32 i64 i64"
     ),
     threads=lambda tile, _: tile.threads,
     shared=lambda tile, _: tile.shared_bytes,
@@ -308,9 +287,8 @@ def make_routed_gate_up(tile: DecodeTile, count: int) -> Any:
     last_warp, one_row = tile.threads // 32 - 1, tile.rows == 1
 
     def moe_gate_up(
-        w, w_shared, down, down_shared, x, scores, bias, active, ids, weights, act, m, slots,
-        experts, dim, inner, columns, top_k, use_sigmoid, normalize, epsilon, scaling, x_stride,
-        scores_stride,
+        w, w_shared, x, scores, bias, active, ids, weights, act, m, slots, experts, dim, inner,
+        columns, top_k, use_sigmoid, normalize, epsilon, scaling, x_stride, scores_stride,
     ):  # fmt: skip
         base, lane, row = dynamic_shared(), lane_id(), i32(thread_x() >> 5)  # a warp's row
         begin(base)
@@ -348,6 +326,6 @@ def make_routed_gate_up(tile: DecodeTile, count: int) -> Any:
             )  # fmt: skip
             if is_mine:
                 store_f32(weights + at, weight)
-        finish(base, asked, w, w_shared, down, down_shared, act, m, slots, experts, dim, inner)
+        finish(base, asked, w, w_shared, act, m, slots, experts, dim, inner)
 
     return moe_gate_up

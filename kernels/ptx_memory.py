@@ -97,8 +97,6 @@ atomic_add_shared_b32 = instruction("r", "r r", "atom.shared.add.u32 $0, [$1], $
 """The same in shared memory."""
 
 prefetch_l2 = instruction("", "l", "prefetch.global.L2 [$0];")
-bulk_prefetch_l2 = instruction("", "l r", "cp.async.bulk.prefetch.L2.global [$0], $1;")
-"""(address, bytes), both multiples of 16: bring them into L2. sm_90 and newer."""
 """Ask for the cache line of an address; allowed before ``wait_prerequisites`` for constants."""
 
 load_shared_b16 = instruction("h", "r", "ld.shared.b16 $0, [$1];")

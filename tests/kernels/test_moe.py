@@ -255,8 +255,7 @@ class Experts:
         bench.early(ids_at)  # gate_up waited for whoever wrote them
         weights_at = bench.memory.put(weights)
         act = bench.empty((rows * slots, INNER), "bf16").address
-        args = [gate_up, shared_gate_up, down, shared_down]
-        args += [source.address, ids_at, act, rows, slots, EXPERTS, DIM]
+        args = [gate_up, shared_gate_up, source.address, ids_at, act, rows, slots, EXPERTS, DIM]
         bench.run(decode_kernels(variant)[0], (3, 1), [*args, INNER, source.stride])
         args = [down, shared_down, ids_at, weights_at, act, out.address, out.address, rows, slots]
         args += [EXPERTS, DIM, INNER, 0, out.stride, out.stride]

@@ -85,14 +85,13 @@ class Block:
         kernel = decode_kernels(variant)[0]
         if routed:
             kernel = routed_kernel(variant, self.experts) or ""
-            args = [w, w_shared, v, v_shared, x.address, source.address, bias, early]
-            args += [ids_at, weights_at]
+            args = [w, w_shared, x.address, source.address, bias, early, ids_at, weights_at]
             args += [act.address, *sizes, self.columns, self.top_k, *how, x.stride, source.stride]
         else:
             args = [source.address, bias, last, early, ids_at, weights_at, self.experts]
             args += [self.top_k, self.slots, *how, source.stride, source.stride]
             bench.run(f"moe_route_{route_variant(self.experts)}", (rows, 1), args)
-            args = [w, w_shared, v, v_shared, x.address, ids_at, act.address, *sizes, x.stride]
+            args = [w, w_shared, x.address, ids_at, act.address, *sizes, x.stride]
         bench.run(kernel, (3, 1), args)
         bench.early(ids_at)  # gate_up waited for whoever wrote them, or did so itself
         args = [v, v_shared, ids_at, weights_at, act.address, out.address, out.address, *sizes]

@@ -162,8 +162,7 @@ def moe_experts(
     if has_large_sms(queue.device.capability):
         variant = decode_variant(rows, dim=dim, inner=inner, slots=slots)
     if variant is not None:
-        args: Args = (weight, last_up, second, last_down, x, ids, act, rows, slots, experts, dim)
-        args += (inner, x.strides[0])
+        args: Args = (weight, last_up, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
         kernels, (wide, narrow) = decode_kernels(variant), _decode_grids(queue, variant, dim)
         queue.launch(kernels[0], wide, args)
         args = (second, last_down, ids, weights, act, out, out, rows, slots, experts, dim, inner, 0)
@@ -257,14 +256,12 @@ def moe_block(
     grid = (-(-router.rows // ROUTER_COLUMNS), 1)
     queue.launch(f"moe_scores_{router_kernel}", grid, args, router)
     act, (wide, narrow) = expert_activated, _decode_grids(queue, variant, dim)
-    last_down: Argument = 0 if shared_down is None else shared_down.data
-    args = (gate_up.data, 0 if shared_gate_up is None else shared_gate_up.data)
-    args += (down.data, last_down, normed, scores)
+    args = (gate_up.data, 0 if shared_gate_up is None else shared_gate_up.data, normed, scores)
     args += (0 if bias is None else bias, 0 if slots is None else slots, ids, weights, act, rows)
     args += (choices, experts, dim, inner, router.rows, choices - joins)
     args += (int(scoring == "sigmoid"), int(normalize), _EPSILON, scale)
     queue.launch(kernel, wide, (*args, normed.strides[0], scores.strides[0]))
-    args = (down.data, last_down, ids, weights, act, out, out)
+    args = (down.data, 0 if shared_down is None else shared_down.data, ids, weights, act, out, out)
     args += (rows, choices, experts, dim, inner, 1)
     queue.launch(decode_kernels(variant)[1], narrow, (*args, *out.strides[:1] * 2))
 
