@@ -18,6 +18,8 @@ from atlas_kernels.moe_plan import (
     WGMMA_TILES,
     decode_kernels,
     decode_variant,
+    down_view,
+    gate_up_view,
     grouped_variant,
     route_variant,
     wgmma_variant,
@@ -44,8 +46,9 @@ def test_tiles_fit_an_sm() -> None:
         assert (tile.shared_bytes + 1024) * tile.places <= 228 * 1024
         assert tile.blocks_per_sm <= tile.places
         assert tile.threads * tile.blocks_per_sm <= 1024, "64 registers a thread at least"
-        assert tile.pitch // 16 % 2 == 1, "bank conflicts"
-        assert tile.chunk in (64, 128, 256), "8, 16 or 32 lanes copy a row"
+        assert tile.stage_bytes % 1024 == 0, "the swizzle's period"
+        assert max(*tile.gate_up_box, *tile.down_box) <= 256, "a box of a tensor map"
+        assert tile.stages <= 32, "a lane makes one barrier"
         assert tile.max_pairs <= min(tile.threads, 256), "a thread lists a pair"
     assert all(tile.threads == 32 * tile.warps for tile in DOWN_TILES.values()), "all have a ring"
     for grouped in GROUPED_TILES.values():
@@ -196,6 +199,12 @@ def test_sort(bench: Bench, pairs: int, tile_rows: int) -> None:
     assert (tiles[:, 2] >= 0).all()
 
 
+def view_map(bench: Bench, address: int, view: tuple[Any, Any], box: tuple[int, ...]) -> int:
+    """Address of the tensor map of a view (shape, strides)."""
+    raw = bench.memory.tensor_map(address, view[0], box, view[1])
+    return int(bench.memory.put(np.frombuffer(raw, np.uint8)))
+
+
 class Experts:
     """Weights of a few experts and a shared one, and both forms of running them."""
 
@@ -220,6 +229,10 @@ class Experts:
         box, strides = (box_rows, 64), (2 * columns,)
         raw = self.bench.memory.tensor_map(address, (rows, columns), box, strides)
         return int(self.bench.memory.put(np.frombuffer(raw, np.uint8)))
+
+    def _view(self, address: int, view: tuple[Any, Any], box: tuple[int, ...]) -> int:
+        """The tensor map of a view, or 0 of none."""
+        return view_map(self.bench, address, view, box) if address else 0
 
     def _put(self, matrix: Array) -> int:
         address = self.bench.put(matrix.reshape(len(matrix), -1), "bf16").address
@@ -255,10 +268,16 @@ class Experts:
         bench.early(ids_at)  # gate_up waited for whoever wrote them
         weights_at = bench.memory.put(weights)
         act = bench.empty((rows * slots, INNER), "bf16").address
-        args = [gate_up, shared_gate_up, source.address, ids_at, act, rows, slots, EXPERTS, DIM]
+        first, box = gate_up_view(EXPERTS, DIM, INNER), GATE_UP_TILES[variant].gate_up_box
+        args = [self._view(gate_up, first, box)]
+        args += [self._view(shared_gate_up, gate_up_view(1, DIM, INNER), box)]
+        args += [source.address, ids_at, act, rows, slots, EXPERTS, DIM]
         bench.run(decode_kernels(variant)[0], (3, 1), [*args, INNER, source.stride])
-        args = [down, shared_down, ids_at, weights_at, act, out.address, out.address, rows, slots]
-        args += [EXPERTS, DIM, INNER, 0, out.stride, out.stride]
+        box = DOWN_TILES[variant].down_box
+        args = [self._view(down, down_view(EXPERTS * DIM, INNER), box)]
+        args += [self._view(shared_down, down_view(DIM, INNER), box), ids_at, weights_at, act]
+        args += [out.address, out.address, rows, slots, EXPERTS, DIM, INNER]
+        args += [0, out.stride, out.stride]
         blocks = DIM // UNIT - 3  # some take two groups of columns
         bench.run(decode_kernels(variant)[1], (blocks, 1), args)
         return bench.get(out)
@@ -464,6 +483,7 @@ def test_order_of_a_product(bench: Bench, variant: str) -> None:
     ids_at, weights = bench.memory.put(ids), bench.memory.put(np.ones((1, 1), np.float32))
     bench.early(ids_at)
     out = bench.empty((1, DIM), "bf16")
+    matrix = view_map(bench, matrix, down_view(DIM, inner), DOWN_TILES[variant].down_box)
     args = [matrix, 0, ids_at, weights, bench.put(act, "bf16").address, 0, out.address, 1, 1, 1]
     grid = (DIM // UNIT, 1)
     bench.run(decode_kernels(variant)[1], grid, [*args, DIM, inner, 0, 0, out.stride])
