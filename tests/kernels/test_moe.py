@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +37,7 @@ from atlas.errors import ShapeError
 from atlas.ops import OPS
 from tests.kernels.launches import Bench, Buffer, close, machine_bench, rounded
 from tests.kernels.op_launches import BenchQueue, run_op
+from tests.kernels.ptx_machine import Memory
 from tests.ops import cases
 
 Array = np.ndarray[Any, Any]
@@ -76,8 +79,25 @@ def test_a_decode_variant_has_room(rows: int, dim: int, inner: int, slots: int) 
         gate_up, down = GATE_UP_TILES[name], DOWN_TILES[name]
         assert rows <= min(gate_up.rows, down.rows)
         x_bytes, act_bytes = rows * (2 * dim + 16), rows * slots * (2 * inner + 16 + 2 * UNIT)
-        assert gate_up.list_bytes + x_bytes + gate_up.ring_bytes <= gate_up.shared_bytes
-        assert down.list_bytes + act_bytes + down.ring_bytes <= down.shared_bytes
+        for tile, area in ((gate_up, x_bytes), (down, act_bytes)):
+            rings = (tile.list_bytes + area + 1023) & -1024  # as the kernels have it
+            assert rings + tile.ring_bytes <= tile.shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("experts", "dim", "inner"), [(512, 8192, 2048), (8, 6144, 16384), (1, 64, 64), (3, 192, 704)]
+)
+def test_maps_of_experts_are_what_the_driver_takes(experts: int, dim: int, inner: int) -> None:
+    """Of great models and of those that are smaller than a box; a copy is a stage."""
+    for tile, (shape, strides), box in [
+        *((t, gate_up_view(experts, dim, inner), t.gate_up_box) for t in GATE_UP_TILES.values()),
+        *((t, down_view(experts * dim, inner), t.down_box) for t in DOWN_TILES.values()),
+    ]:
+        assert len(Memory().tensor_map(1 << 20, shape, box, strides)) == 128
+        assert 2 * math.prod(box) == tile.stage_bytes
+        last = sum((n - 1) * step for n, step in zip(shape, (*strides, 2), strict=True))
+        assert math.prod(shape) * 2 == last + 2, "each element once"
+        assert max(shape) < 1 << 31, "coordinates are int32"
 
 
 def test_variants_of_known_shapes() -> None:
@@ -448,6 +468,29 @@ def test_decode_and_grouped(bench: Bench, rows: int, variant: str, shared: bool)
     close(run, want, "bf16", 1e-2)
     again = experts.grouped(x, ids, weights, bench.put(residual, "bf16", pad=8), variant="r16")
     np.testing.assert_array_equal(run, again)
+
+
+@pytest.mark.parametrize(
+    ("rows", "variant", "dim", "inner"),
+    [(1, "r1", 640, 64), (1, "r1", 128, 448), (2, "r2", 384, 64), (5, "r8", 128, 192)],
+)
+def test_decode_in_an_order_by_chance(
+    ptx_of: Callable[[str], str], monkeypatch: pytest.MonkeyPatch,
+    rows: int, variant: str, dim: int, inner: int,
+) -> None:  # fmt: skip
+    """Copies overtake one another, where a unit ends within a stage and units within the ring."""
+    monkeypatch.setattr(sys.modules[__name__], "DIM", dim)
+    monkeypatch.setattr(sys.modules[__name__], "INNER", inner)
+    bench = machine_bench(ptx_of, 40 + rows)
+    experts = Experts(bench, shared=True, seed=rows)
+    x, residual = (
+        rounded(experts.random.standard_normal((rows, dim)).astype(np.float32), "bf16")
+        for _ in "ab"
+    )
+    ids, weights = experts.choose(rows)
+    out = bench.put(residual, "bf16", pad=8)
+    run = experts.decode(x, ids, weights, out, variant=variant)
+    close(run, experts.want(x, ids, weights, residual), "bf16", 1e-2)
 
 
 @pytest.mark.parametrize(
