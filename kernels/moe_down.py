@@ -287,6 +287,8 @@ def make_moe_down(tile: DecodeTile) -> Any:
         base, p, own, count = dynamic_shared(), thread_x(), i32(-1), i32(slots)
         if p == 0:
             map_prefetch(w)
+            if w_shared != 0:
+                map_prefetch(w_shared)
         arm(base)
         pair = i32(min(lane_id() if one_row else p, i32(m * slots - 1)))
         own = awaited_choice(ids, pair, load_device_b32(ids + i64(pair) * 4), is_awaited)
