@@ -277,7 +277,7 @@ def _consume_side_by_side(tile: StepTile, source: Rows) -> Any:
     barriers, consumers, k_block = tile.barrier_offset, tile.consumers, tile.k_block
     block_bytes, sums_bytes = tile.columns * 128, tile.sums_bytes
     rows_at, pair, store = source.at, source.pair, store_accumulators(tile.rows, pitch)
-    first_element = _block_of(tile)
+    block_of = _block_of(tile)
 
     @device
     def weights(at, lane, unit, step):
@@ -305,7 +305,7 @@ def _consume_side_by_side(tile: StepTile, source: Rows) -> Any:
         while i < steps:
             barrier_wait(full + 8 * stage, parity)
             at = i32(base + stage * stage_bytes)
-            rows = rows_at(base, at, first_element(i, steps) * 64)
+            rows = rows_at(base, at, block_of(i, steps) * BOX_K)
             total = multiply(total, at, i32(rows), lane, unit)
             sync_warp()
             if lane == 0:
