@@ -42,7 +42,9 @@ from atlas_kernels.moe_plan import (  # noqa: E402
     WGMMA_TILES,
     decode_kernels,
     decode_variant,
+    down_view,
     fits,
+    gate_up_view,
     grouped_variant,
     route_variant,
     routed_kernel,
@@ -127,9 +129,26 @@ class Runner:
     def _blocks(self, blocks_per_sm: int) -> int:
         return blocks_per_sm * int(self.gpu.device.properties.multiprocessor_count)
 
+    def _gate_up_maps(self, layer: Layer, name: str) -> list[int]:
+        shape, box = self.shape, GATE_UP_TILES[name].gate_up_box
+        return [
+            self._view(tensor, gate_up_view(experts, shape.dim, shape.inner), box)
+            for tensor, experts in ((layer.gate_up, shape.experts), (layer.shared_gate_up, 1))
+        ]
+
+    def _view(self, tensor: Tensor | None, view: tuple[Any, Any], box: tuple[int, ...]) -> int:
+        """Address of the tensor map of a view (shape, strides), or 0 of none."""
+        if tensor is None:
+            return 0
+        key = (tensor.data_ptr(), view, box)
+        if key not in self.maps:
+            raw = self.gpu.tensor_map(tensor.data_ptr(), view[0], box, view[1])
+            self.maps[key] = self.gpu.put(np.frombuffer(raw, np.uint8))
+        return self.maps[key]
+
     def gate_up(self, layer: Layer, x: Tensor, ids: Tensor, name: str) -> None:
         shape = self.shape
-        args = [layer.address("gate_up"), layer.address("shared_gate_up"), x.data_ptr()]
+        args = [*self._gate_up_maps(layer, name), x.data_ptr()]
         args += [ids.data_ptr(), self.act.data_ptr(), len(x), shape.slots, shape.experts]
         args += [shape.dim, shape.inner, x.stride(0) * 2]
         blocks = self._blocks(GATE_UP_TILES[name].blocks_per_sm)
@@ -139,7 +158,11 @@ class Runner:
         self, layer: Layer, ids: Tensor, weights: Tensor, residual: Tensor, out: Tensor, name: str
     ) -> None:
         shape = self.shape
-        args = [layer.address("down"), layer.address("shared_down"), ids.data_ptr()]
+        box, inner, maps = DOWN_TILES[name].down_box, shape.inner, []
+        for tensor in (layer.down, layer.shared_down):
+            rows = 0 if tensor is None else tensor.numel() // inner
+            maps.append(self._view(tensor, down_view(rows, inner), box))
+        args = [*maps, ids.data_ptr()]
         args += [weights.data_ptr(), self.act.data_ptr(), residual.data_ptr(), out.data_ptr()]
         args += [len(out), shape.slots, shape.experts, shape.dim, shape.inner, 1]
         args += [residual.stride(0) * 2, out.stride(0) * 2]
@@ -159,7 +182,7 @@ class Runner:
         """``decode`` that makes the choice, of the scores of ``rows``."""
         shape, kernel = self.shape, routed_kernel(name, self.shape.experts)
         assert kernel is not None
-        args: list[Any] = [layer.address("gate_up"), layer.address("shared_gate_up")]
+        args: list[Any] = [*self._gate_up_maps(layer, name), layer.address("gate_up")]
         args += [rows.normed.data_ptr(), rows.scores.data_ptr(), 0, rows.active.data_ptr()]
         args += [rows.ids.data_ptr(), rows.weights.data_ptr(), self.act.data_ptr(), len(out)]
         args += [shape.slots, shape.experts, shape.dim, shape.inner, columns, shape.top_k, 0, 1]

@@ -13,7 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
-from atlas_kernels.moe_decode_stage import ask_stage, multiply_stage
+from atlas_kernels.moe_decode_stage import (
+    expect_stage,
+    load_down,
+    multiply_stage,
+    stage_barriers,
+    weights_line,
+)
 from atlas_kernels.moe_lists import (
     BARRIER_AT,
     IDS_AT,
@@ -28,9 +34,8 @@ from atlas_kernels.moe_lists import (
 from atlas_kernels.moe_plan import DOWN_TILES, UNIT, DecodeTile
 from atlas_kernels.ptx_async import (
     barrier_wait,
-    copy_commit,
-    copy_wait,
     launch_dependents,
+    map_prefetch,
     wait_prerequisites,
 )
 from atlas_kernels.ptx_math import fma, pack_bf16, unpack_bf16
@@ -97,26 +102,21 @@ def _choices(tile: DecodeTile) -> tuple[Any, Any]:
     return (own_expert, own_pair) if tile.rows == 1 else (listed_expert, listed_pair)
 
 
-def _parts(tile: DecodeTile) -> tuple[Any, Any]:
+def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
     """What comes before the wait, once experts are listed, and what comes after.
 
+    - ``arm`` (base): make a warp's barriers;
     - ``start`` (base, own, entries of the list, …) → a cursor: weights of experts are asked for;
     - ``finish`` (base, the same, cursor, …): everything else.
     """
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
-    pitch, multiply = tile.pitch, multiply_stage(tile)
-    (part_of, ask), arrived = ask_stage(tile), copy_wait(stages - 1)
+    multiply, (arm, barrier_of), expect = (
+        multiply_stage(tile),
+        stage_barriers(tile),
+        expect_stage(tile),
+    )
     weights_offset, y_offset = weights_at(tile), tile.list_bytes
     expert_at, pair_at = _choices(tile)
-
-    @device
-    def source_of(base, own, w, w_shared, column, entry, experts, dim, inner):
-        """Where this lane's part of a unit begins: 16 rows of an expert."""
-        expert = expert_at(base, own, entry, experts, w_shared)
-        start, row = w_shared, column
-        if expert != experts:
-            start, row = w, i32(column + expert * dim)
-        return part_of(start, row, i32(inner * 2))
 
     @device
     def unit_at(column, entry, count, dim):
@@ -126,20 +126,24 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
         return column, entry
 
     @device
-    def ask_next(base, own, place, w, w_shared, cursor, count, experts, dim, inner):
+    def ask_next(base, own, ring, stage, w, w_shared, cursor, count, experts, dim, inner):
         """Ask for a stage, if there is one; the cursor after it."""
-        column, entry, source, at_k = cursor
+        column, entry, expert, at_k = cursor
         if column < dim:
-            size = i32(min(i32(chunk), i32(inner - at_k)) * 2)
-            ask(place, source, i64(inner) * 2, i64(inner) * 16, size)
-            source, at_k = source + 2 * chunk, i32(at_k + chunk)
+            is_shared = expert == experts
+            if lane_id() == 0:
+                barrier = barrier_of(base, stage)
+                expect(barrier)
+                row = i32(column if is_shared else column + expert * dim)
+                place = i32(ring + stage * stage_bytes)
+                load_down(place, w_shared if is_shared else w, barrier, 0, row, at_k >> 6)
+            at_k = i32(at_k + chunk)
             if at_k >= inner:
                 column, entry = unit_at(column, i32(entry + warps), count, dim)
                 at_k = i32(0)
                 if column < dim:
-                    source = source_of(base, own, w, w_shared, column, entry, experts, dim, inner)
-        copy_commit()
-        return column, entry, source, at_k
+                    expert = expert_at(base, own, entry, experts, w_shared)
+        return column, entry, expert, at_k
 
     @device
     def combine(base, y_at, before, out, column, m, slots, out_stride):
@@ -186,22 +190,22 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
         """Where outputs lie, activations, and this warp's ring."""
         y_at = i32(base + y_offset)
         act_at = i32(y_at + pairs * _Y_BYTES)
-        rings = i32(act_at + pairs * (2 * inner + 16))
+        rings = i32(act_at + pairs * (2 * inner + 16) + 1023) & -1024
         return y_at, act_at, i32(rings + (thread_x() >> 5) * (stages * stage_bytes))
 
     @device
     def start(base, own, count, w, w_shared, m, slots, experts, dim, inner):
         _, _, ring = places_of(base, i32(m * slots), inner)
         first, warp = i32(block_x() * UNIT), i32(thread_x() >> 5)
-        source, one = i64(0), i32(lanes() >> 5)
-        asked = i32(0)
+        asked, expert, one = i32(0), i32(0), i32(lanes() >> 5)
         column, entry = unit_at(first, warp, count, dim)
         if column < dim:
-            source = source_of(base, own, w, w_shared, column, entry, experts, dim, inner)
-        cursor = (column, entry, source, i32(0))
+            expert = expert_at(base, own, entry, experts, w_shared)
+        cursor = (column, entry, i32(expert), i32(0))
         while asked < stages:  # constants: no need to wait
-            place = i32(ring + asked * stage_bytes)
-            cursor = ask_next(base, own, place, w, w_shared, cursor, count, experts, dim, inner)
+            cursor = ask_next(
+                base, own, ring, asked, w, w_shared, cursor, count, experts, dim, inner
+            )
             asked = i32(asked + one)
         return cursor
 
@@ -217,9 +221,9 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
             ask_rows(base, act_at, act, i64(inner) * 2, pairs, i32(2 * inner))
         sync_threads()
         weight = load_f32(weights + i64(min(p, i32(pairs - 1))) * 4)
-        row = i32((lane & 3) * 2)
-        line = i32((lane & 15) * pitch + (lane >> 4) * 16)
-        stage, turn, entry, column = i32(0), i32(one * chunk), i32(p >> 5), i32(block_x() * UNIT)
+        row, line = i32((lane & 3) * 2), weights_line()
+        stage, parity, turn = i32(0), i32(0), i32(one * chunk)
+        entry, column = i32(p >> 5), i32(block_x() * UNIT)
         while column < dim:
             before = residual_word(residual, residual_stride, column, m)
             while entry < count:
@@ -228,16 +232,17 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
                 barrier_wait(i32(base + BARRIER_AT), 0)  # once it is over, at no cost
                 total, at_k = mma_zero(), i32(0)
                 while at_k < inner:
-                    place = i32(ring + stage * stage_bytes)
-                    arrived()
-                    sync_warp()
+                    barrier_wait(barrier_of(base, stage), parity)
                     steps = i32(min(chunk, inner - at_k) >> 6)
-                    total = multiply(total, i32(place + line), i32(rows + at_k * 2), steps)
-                    sync_warp()
+                    weights_at_stage = i32(ring + stage * stage_bytes + line)
+                    total = multiply(total, weights_at_stage, i32(rows + at_k * 2), steps)
+                    sync_warp()  # all have read it
                     cursor = ask_next(
-                        base, own, place, w, w_shared, cursor, count, experts, dim, inner
+                        base, own, ring, stage, w, w_shared, cursor, count, experts, dim, inner
                     )
-                    stage, at_k = i32(stage + 1 if stage + 1 < stages else 0), i32(at_k + turn)
+                    at_k, stage = i32(at_k + turn), i32(stage + 1)
+                    if stage == stages:
+                        stage, parity = i32(0), i32(parity ^ 1)
                 store_outputs(y_at, shuffle_b32(pair, row), total[0], total[2])
                 store_outputs(y_at, shuffle_b32(pair, i32(row + 1)), total[1], total[3])
                 entry = i32(entry + warps)
@@ -250,7 +255,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
             if column < dim:
                 sync_threads()
 
-    return start, finish
+    return arm, start, finish
 
 
 @kernel(
@@ -265,13 +270,14 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any]:
 def make_moe_down(tile: DecodeTile) -> Any:
     """out[row] = Σ over slots of weight · (W_down · act[pair]) + residual; grid (≤ D / 16).
 
-    Arguments: the experts' [E, D, F] and the shared expert's [D, F] (or 0); ids int32 and weights
+    Arguments: tensor maps (``down_view``, ``tile.down_box``) of the experts' [E · D, F] and of the
+    shared expert's [D, F] (or 0); ids int32 and weights
     float32 [m, slots]; act [m · slots, F]; residual (or 0) and out, bf16 [m, D], which may be the
     same; m, slots, E, D, F; whether the kernel before may still be about to write ids; strides of
     residual and out in bytes. Ids are read before the wait: if so, again and again while they are
     ``NOT_YET``. A thread block takes 16 columns at a time, a warp one expert of them.
     """
-    (start, finish), list_them, one_row = _parts(tile), list_experts(tile), tile.rows == 1
+    (arm, start, finish), list_them, one_row = _parts(tile), list_experts(tile), tile.rows == 1
 
     def moe_down(
         w, w_shared, ids, weights, act, residual, out, m, slots, experts, dim, inner, is_awaited,
@@ -279,6 +285,11 @@ def make_moe_down(tile: DecodeTile) -> Any:
     ):  # fmt: skip
         launch_dependents()
         base, p, own, count = dynamic_shared(), thread_x(), i32(-1), i32(slots)
+        if p == 0:
+            map_prefetch(w)
+            if w_shared != 0:
+                map_prefetch(w_shared)
+        arm(base)
         pair = i32(min(lane_id() if one_row else p, i32(m * slots - 1)))
         own = awaited_choice(ids, pair, load_device_b32(ids + i64(pair) * 4), is_awaited)
         if not one_row:

@@ -8,8 +8,7 @@ previous kernel. No gather, no scatter, no atomics; the order is that of ``moe_p
 
 Weights are the tensor core's A, activations its B. A unit is 8 rows of gate and the same 8 of up;
 those of a thread block lie next to each other (the shared expert's are dealt out one by one, the
-others in ranges). What is asked for next is known by an address, which is worked out anew with each
-unit, not each stage.
+others in ranges). What is asked for next is worked out anew with each unit, not each stage.
 
 The choices are given, or each thread block makes them of the scores, a warp a row: sooner than one
 could make them for all, and hand them over. As nothing else can go on meanwhile, and an SM finds
@@ -25,7 +24,13 @@ from typing import Any
 
 from atlas_kernels._cuda import device, f32, i32, i64
 from atlas_kernels.activation import silu_mul
-from atlas_kernels.moe_decode_stage import ask_stage, multiply_stage
+from atlas_kernels.moe_decode_stage import (
+    expect_stage,
+    load_gate_up,
+    multiply_stage,
+    stage_barriers,
+    weights_line,
+)
 from atlas_kernels.moe_lists import (
     BARRIER_AT,
     IDS_AT,
@@ -41,9 +46,8 @@ from atlas_kernels.moe_plan import GATE_UP_TILES, NO_UNIT, ROUTED_VARIANTS, Deco
 from atlas_kernels.moe_route import row_choice, row_weight
 from atlas_kernels.ptx_async import (
     barrier_wait,
-    copy_commit,
-    copy_wait,
     launch_dependents,
+    map_prefetch,
     wait_prerequisites,
 )
 from atlas_kernels.ptx_math import from_bf16, opaque, quotient, to_bf16
@@ -76,10 +80,16 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
     - ``share_of`` (entries of the list, cursor, …) → which units this thread block takes;
     - ``go_on`` (base, cursor, that share, …) → a cursor: so are others;
     - ``finish`` (base, that cursor, …): everything else.
+
+    A cursor of what is asked for next: this thread block's unit, its expert, its first column, and
+    the first element of K.
     """
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
-    pitch, multiply = tile.pitch, multiply_stage(tile)
-    (part_of, ask), arrived = ask_stage(tile), copy_wait(stages - 1)
+    multiply, (arm, barrier_of), expect = (
+        multiply_stage(tile),
+        stage_barriers(tile),
+        expect_stage(tile),
+    )
     entries, x_offset = entries_at(tile), tile.list_bytes
 
     @device
@@ -107,30 +117,33 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
         return entry, i32(unit * 8 - entry * inner)
 
     @device
-    def source_of(base, w, w_shared, place, dim, inner):
-        """Where this lane's part of a unit begins."""
-        (entry, column), start = place, w_shared
+    def expert_of(base, entry, w_shared, experts):
+        """Which the list has, without a look at it where that may not be there yet."""
+        expert = i32(experts)
         if entry > 0 or w_shared == 0:
             expert = load_shared_b32(base + entries + entry * 4)
-            start, column = w, i32(column + expert * (inner * 2))
-        return part_of(start, column, i32(dim * 2))
+        return expert
 
     @device
-    def ask_next(
-        base, place, w, w_shared, index, source, at_k, count, far, first, experts, dim, inner
-    ):  # fmt: skip
+    def ask_next(base, ring, stage, w, w_shared, cursor, count, far, first, experts, dim, inner):
         """Ask for a stage, if there is one; the cursor after it."""
+        index, expert, column, at_k = cursor
         if index < count:
-            size = i32(min(i32(chunk), i32(dim - at_k)) * 2)
-            ask(place, source, i64(dim) * 2, i64(inner) * dim * 2, size)
-            source, at_k = source + 2 * chunk, i32(at_k + chunk)
+            is_shared = expert == experts
+            if lane_id() == 0:
+                barrier = barrier_of(base, stage)
+                expect(barrier)
+                load_gate_up(
+                    i32(ring + stage * stage_bytes), w_shared if is_shared else w, barrier,
+                    0, column, 0, at_k >> 6, i32(0) if is_shared else expert,
+                )  # fmt: skip
+            at_k = i32(at_k + chunk)
             if at_k >= dim:
                 index, at_k = i32(index + warps), i32(0)
                 if index < count:
-                    unit = place_of(index, far, first, inner)
-                    source = source_of(base, w, w_shared, unit, dim, inner)
-        copy_commit()
-        return index, source, at_k
+                    entry, column = place_of(index, far, first, inner)
+                    expert = expert_of(base, entry, w_shared, experts)
+        return index, expert, column, at_k
 
     @device
     def store_one(act, pair, column, inner, gate, up):
@@ -140,77 +153,76 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
 
     @device
     def ring_of(base, m, dim):
-        x_bytes = i32(x_offset + m * (2 * dim + 16))
-        return i32(base + x_bytes + (thread_x() >> 5) * (stages * stage_bytes))
+        rings = i32(base + x_offset + m * (2 * dim + 16) + 1023) & -1024
+        return i32(rings + (thread_x() >> 5) * (stages * stage_bytes))
 
     @device
     def start(base, w, w_shared, m, experts, dim, inner):
         ring, one = ring_of(base, m, dim), i32(lanes() >> 5)  # as a step: loops are not unrolled
         far = known_of(i32(inner >> 3 if w_shared != 0 else 0))
-        # The cursor of what is asked for runs ahead of what is multiplied.
         warp = i32(thread_x() >> 5)
         index = i32(warp if warp < warps else NO_UNIT)
-        asked, source, at_k, ahead = i32(0), i64(0), i32(0), i32(0)
+        asked, column, ahead = i32(0), i32(0), i32(0)
+        if warp < warps:
+            arm(base)
         if index < far:
-            unit = place_of(index, far, i32(0), inner)
-            source = source_of(base, w, w_shared, unit, dim, inner)
+            _, column = place_of(index, far, i32(0), inner)
             ahead = i32(min(stages, quotient(i32(dim + chunk - 1), chunk)))
+        cursor = (index, i32(experts), i32(column), i32(0))
         while asked < ahead:  # constants: no need to wait
-            index, source, at_k = ask_next(
-                base, i32(ring + asked * stage_bytes), w, w_shared, index, source, at_k,
-                far, far, i32(0), experts, dim, inner,
-            )  # fmt: skip
+            cursor = ask_next(
+                base, ring, asked, w, w_shared, cursor, far, far, i32(0), experts, dim, inner
+            )
             asked = i32(asked + one)
-        return asked, index, source, at_k
+        return asked, cursor
 
     @device
-    def share_of(listed, cursor, w_shared, inner):
+    def share_of(listed, asked, w_shared, inner):
         tiles = i32(inner >> 3)
         known = i32(tiles if w_shared != 0 else 0)
         far = known_of(known)
         count, first = deal(i32(listed * tiles), known, far)
-        return count, far, first, place_of(cursor[1], far, first, inner)
+        return count, far, first, place_of(asked[1][0], far, first, inner)
 
     @device
-    def go_on(base, cursor, share, w, w_shared, m, experts, dim, inner):
-        asked, next_index, source, next_k = cursor
+    def go_on(base, asked, share, w, w_shared, m, experts, dim, inner):
+        stage, (index, expert, column, at_k) = asked
         count, far, first, unit = share
         ring, one = ring_of(base, m, dim), i32(lanes() >> 5)
-        if next_k == 0 and next_index < count:
-            source = source_of(base, w, w_shared, unit, dim, inner)
-        while asked < stages:  # a group for each stage, be it empty
-            next_index, source, next_k = ask_next(
-                base, i32(ring + asked * stage_bytes), w, w_shared, next_index, source, next_k,
-                count, far, first, experts, dim, inner,
-            )  # fmt: skip
-            asked = i32(asked + one)
-        return next_index, source, next_k, count, far, first
+        if at_k == 0 and index < count:
+            expert, column = expert_of(base, unit[0], w_shared, experts), unit[1]
+        cursor = (index, i32(expert), i32(column), at_k)
+        while stage < stages:
+            cursor = ask_next(
+                base, ring, stage, w, w_shared, cursor, count, far, first, experts, dim, inner
+            )
+            stage = i32(stage + one)
+        return cursor, count, far, first
 
     @device
-    def finish(base, cursor, w, w_shared, act, m, slots, experts, dim, inner):
-        next_index, source, next_k, count, far, first = cursor
+    def finish(base, asked, w, w_shared, act, m, slots, experts, dim, inner):
+        cursor, count, far, first = asked
         ring, one, lane = ring_of(base, m, dim), i32(lanes() >> 5), lane_id()
         warp, x_at = i32(thread_x() >> 5), i32(base + x_offset)
         barrier_wait(i32(base + BARRIER_AT), 0)
         own = i32(lane & 7)
         index = i32(warp if warp < warps else NO_UNIT)
         rows = i32(x_at + min(own, i32(m - 1)) * (2 * dim + 16) + (lane >> 3) * 16)
-        line = i32((lane & 15) * pitch + (lane >> 4) * 16)
-        stage, turn = i32(0), i32(one * chunk)
+        line, stage, parity, turn = weights_line(), i32(0), i32(0), i32(one * chunk)
         while index < count:
             total, at_k = mma_zero(), i32(0)
             while at_k < dim:
-                place = i32(ring + stage * stage_bytes)
-                arrived()
-                sync_warp()
+                barrier_wait(barrier_of(base, stage), parity)
                 steps = i32(min(chunk, dim - at_k) >> 6)
-                total = multiply(total, i32(place + line), i32(rows + at_k * 2), steps)
-                sync_warp()
-                next_index, source, next_k = ask_next(
-                    base, place, w, w_shared, next_index, source, next_k,
-                    count, far, first, experts, dim, inner,
-                )  # fmt: skip
-                stage, at_k = i32(stage + 1 if stage + 1 < stages else 0), i32(at_k + turn)
+                weights = i32(ring + stage * stage_bytes + line)
+                total = multiply(total, weights, i32(rows + at_k * 2), steps)
+                sync_warp()  # all have read it
+                cursor = ask_next(
+                    base, ring, stage, w, w_shared, cursor, count, far, first, experts, dim, inner
+                )
+                at_k, stage = i32(at_k + turn), i32(stage + 1)
+                if stage == stages:
+                    stage, parity = i32(0), i32(parity ^ 1)
             entry, column = place_of(index, far, first, inner)
             expert = load_shared_b32(base + entries + entry * 4)
             pair = pair_of(base, own, expert, m, slots)
@@ -236,9 +248,10 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any, Any]:
 def make_moe_gate_up(tile: DecodeTile) -> Any:
     """act[pair] = silu(gate) · up of x[row] by the pair's expert; grid (SMs · blocks an SM).
 
-    Arguments: the experts' [E, 2F, D] and the shared expert's [2F, D] (or 0), gate rows first; x
-    [m, D]; ids int32 [m, slots]; act [m · slots, F]; m, slots, E, D, F; the stride of x in bytes.
-    All bf16 and contiguous but x. A pair without a choice is not written.
+    Arguments: tensor maps (``gate_up_view``, ``tile.gate_up_box``) of the experts' [E, 2F, D] and
+    of the shared expert's [1, 2F, D] (or 0), gate rows first; x [m, D]; ids int32 [m, slots]; act
+    [m · slots, F]; m, slots, E, D, F; the stride of x in bytes. All bf16 and contiguous but x. A
+    pair without a choice is not written.
     """
     (start, share_of, go_on, finish), list_them = _parts(tile), list_experts(tile)
     x_offset = tile.list_bytes
@@ -246,6 +259,8 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
     def moe_gate_up(w, w_shared, x, ids, act, m, slots, experts, dim, inner, x_stride):
         base = dynamic_shared()
         begin(base)
+        if thread_x() == 0:
+            map_prefetch(w)
         cursor = start(base, w, w_shared, m, experts, dim, inner)
         wait_prerequisites()
         launch_dependents()
@@ -263,7 +278,8 @@ def make_moe_gate_up(tile: DecodeTile) -> Any:
 @kernel(
     "moe_gate_up",
     args=(
-        "ptr ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i32 i32 i32 i32 f32 f32 i64 i64"
+        "ptr ptr ptr ptr ptr ptr ptr ptr ptr ptr"
+        " i32 i32 i32 i32 i32 i32 i32 i32 i32 f32 f32 i64 i64"
     ),
     threads=lambda tile, _: tile.threads,
     shared=lambda tile, _: tile.shared_bytes,
@@ -279,7 +295,7 @@ def make_routed_gate_up(tile: DecodeTile, count: int) -> Any:
     """``moe_gate_up`` that makes the choices of the rows' scores; the first block writes them.
 
     ``scores`` [m, columns], their stride, and what decides on choices and weights are those of
-    ``moe_router``; bias and ``active`` are read before the wait.
+    ``moe_router``; bias and ``active`` are read before the wait, and of ``constants`` 4 E bytes.
     """
     (start, share_of, go_on, finish), list_them = _parts(tile), list_experts(tile)
     x_offset = tile.list_bytes
@@ -287,11 +303,13 @@ def make_routed_gate_up(tile: DecodeTile, count: int) -> Any:
     last_warp, one_row = tile.threads // 32 - 1, tile.rows == 1
 
     def moe_gate_up(
-        w, w_shared, x, scores, bias, active, ids, weights, act, m, slots, experts, dim, inner,
-        columns, top_k, use_sigmoid, normalize, epsilon, scaling, x_stride, scores_stride,
+        w, w_shared, constants, x, scores, bias, active, ids, weights, act, m, slots, experts, dim,
+        inner, columns, top_k, use_sigmoid, normalize, epsilon, scaling, x_stride, scores_stride,
     ):  # fmt: skip
         base, lane, row = dynamic_shared(), lane_id(), i32(thread_x() >> 5)  # a warp's row
         begin(base)
+        if thread_x() == 0:
+            map_prefetch(w)
         cursor = start(base, w, w_shared, m, experts, dim, inner)
         number, place = row_number(active, m), i32(base + IDS_AT + row * slots * 4)
         its_scores, last = i64(scores + row * scores_stride), i64(0)
@@ -299,8 +317,8 @@ def make_routed_gate_up(tile: DecodeTile, count: int) -> Any:
             last = i64(its_scores + experts * 4)
         share, turn = share_of(i32(slots), cursor, w_shared, inner), opaque(i32(1))
         chosen = (i32(-1), i32(0), f32(0), f32(0), f32(0))
-        while turn >= 0:  # first on weights, which are constants, and with a single choice
-            read, behind, choices = i64(w), i64(0), i32(1)
+        while turn >= 0:  # first on constants, and with a single choice
+            read, behind, choices = i64(constants), i64(0), i32(1)
             if turn == 0:
                 wait_prerequisites()
                 launch_dependents()

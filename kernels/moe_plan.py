@@ -70,14 +70,19 @@ class DecodeTile:
         return 32 * max(self.warps, self.rows)
 
     @property
-    def pitch(self) -> int:
-        """Bytes between rows of a stage: an odd multiple of 16, against bank conflicts."""
-        return 2 * self.chunk + 16
+    def stage_bytes(self) -> int:
+        """A unit's rows: a multiple of 1,024, the period of the swizzle."""
+        return UNIT * 2 * self.chunk
 
     @property
-    def stage_bytes(self) -> int:
-        """A unit's rows."""
-        return UNIT * self.pitch
+    def gate_up_box(self) -> tuple[int, ...]:
+        """Of the tensor map of experts [E, D / 64, 2, F, 64]: 8 rows of gate, 8 of up."""
+        return (1, self.chunk // 64, 2, UNIT // 2, 64)
+
+    @property
+    def down_box(self) -> tuple[int, ...]:
+        """Of that of experts [F / 64, E · D, 64]."""
+        return (self.chunk // 64, UNIT, 64)
 
     @property
     def ring_bytes(self) -> int:
@@ -90,9 +95,15 @@ class DecodeTile:
         return self.rows * MAX_SLOTS
 
     @property
-    def list_bytes(self) -> int:
-        """In front: a barrier, counts, ids and weights of the choices, experts to read."""
+    def barriers_at(self) -> int:
+        """The stages' barriers, after what ``moe_lists`` has in front."""
         return (64 + 4 * (3 * self.max_pairs + 1) + 63) // 64 * 64
+
+    @property
+    def list_bytes(self) -> int:
+        """In front: a barrier, counts, ids and weights of the choices, experts to read; barriers of
+        the stages."""
+        return self.barriers_at + (8 * self.warps * self.stages + 63) // 64 * 64
 
     @property
     def places(self) -> int:
@@ -100,8 +111,19 @@ class DecodeTile:
         return (_FULL + 1024) // (self.shared_bytes + 1024)
 
     def has_room(self, area: int) -> bool:
-        """Whether ``area`` bytes of activations fit beside the rings."""
-        return self.list_bytes + area + self.ring_bytes <= self.shared_bytes
+        """Whether ``area`` bytes of activations fit beside the rings, which begin at a multiple of
+        1,024."""
+        return -(-(self.list_bytes + area) // 1024) * 1024 + self.ring_bytes <= self.shared_bytes
+
+
+def gate_up_view(experts: int, dim: int, inner: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides (bytes, without the innermost) of experts' [2F, D] for their tensor map."""
+    return (experts, dim // 64, 2, inner, 64), (4 * inner * dim, 128, 2 * inner * dim, 2 * dim)
+
+
+def down_view(rows: int, inner: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same of experts' [D, F], ``rows`` in all."""
+    return (inner // 64, rows, 64), (128, 2 * inner)
 
 
 def gate_up_area(rows: int, dim: int) -> int:

@@ -30,6 +30,7 @@ from atlas_kernels.ptx_memory import (
     store_shared_b32,
 )
 from atlas_kernels.ptx_warp import (
+    ballot,
     block_x,
     lane_id,
     lanes,
@@ -209,7 +210,8 @@ def _select(count: int) -> Any:
             best, number = head_of(lists, numbers)
             first = reduce_max_s32(best)
             is_mine = best == first
-            if is_mine:
+            mine = ballot(i32(1 if is_mine else 0))
+            if mine & -mine == i32(1 << lane):  # one of those that have it
                 store_shared_b32(place + j * 4, i32(lane + 32 * number))
             lists, numbers = pop(lists, numbers, number, is_mine)
             popped = i32(popped + is_mine)

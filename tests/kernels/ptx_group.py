@@ -199,7 +199,15 @@ class TensorMap:
     box: list[int]
 
     def encode(self) -> bytes:
+        """The 128 bytes, of what ``cuTensorMapEncodeTiled`` takes."""
         rank = len(self.shape)
+        assert 1 <= rank <= 5
+        assert rank == len(self.box) == len(self.strides) + 1
+        assert self.address % 16 == 0
+        assert all(1 <= size <= 1 << 32 for size in self.shape)
+        assert all(stride % 16 == 0 and 0 < stride < 1 << 40 for stride in self.strides)
+        assert all(1 <= size <= 256 for size in self.box)
+        assert self.box[0] in (32, 64), "a row of the 64-byte or the 128-byte swizzle"
         pad = [0] * (5 - rank)
         words = [self.address, rank, *self.shape, *pad, *self.strides, *pad, *self.box, *pad]
         return np.array(words, np.int64).tobytes()

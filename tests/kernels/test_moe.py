@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,8 @@ from atlas_kernels.moe_plan import (
     WGMMA_TILES,
     decode_kernels,
     decode_variant,
+    down_view,
+    gate_up_view,
     grouped_variant,
     route_variant,
     wgmma_variant,
@@ -33,6 +37,7 @@ from atlas.errors import ShapeError
 from atlas.ops import OPS
 from tests.kernels.launches import Bench, Buffer, close, machine_bench, rounded
 from tests.kernels.op_launches import BenchQueue, run_op
+from tests.kernels.ptx_machine import Memory
 from tests.ops import cases
 
 Array = np.ndarray[Any, Any]
@@ -44,8 +49,9 @@ def test_tiles_fit_an_sm() -> None:
         assert (tile.shared_bytes + 1024) * tile.places <= 228 * 1024
         assert tile.blocks_per_sm <= tile.places
         assert tile.threads * tile.blocks_per_sm <= 1024, "64 registers a thread at least"
-        assert tile.pitch // 16 % 2 == 1, "bank conflicts"
-        assert tile.chunk in (64, 128, 256), "8, 16 or 32 lanes copy a row"
+        assert tile.stage_bytes % 1024 == 0, "the swizzle's period"
+        assert max(*tile.gate_up_box, *tile.down_box) <= 256, "a box of a tensor map"
+        assert tile.stages <= 32, "a lane makes one barrier"
         assert tile.max_pairs <= min(tile.threads, 256), "a thread lists a pair"
     assert all(tile.threads == 32 * tile.warps for tile in DOWN_TILES.values()), "all have a ring"
     for grouped in GROUPED_TILES.values():
@@ -73,8 +79,25 @@ def test_a_decode_variant_has_room(rows: int, dim: int, inner: int, slots: int) 
         gate_up, down = GATE_UP_TILES[name], DOWN_TILES[name]
         assert rows <= min(gate_up.rows, down.rows)
         x_bytes, act_bytes = rows * (2 * dim + 16), rows * slots * (2 * inner + 16 + 2 * UNIT)
-        assert gate_up.list_bytes + x_bytes + gate_up.ring_bytes <= gate_up.shared_bytes
-        assert down.list_bytes + act_bytes + down.ring_bytes <= down.shared_bytes
+        for tile, area in ((gate_up, x_bytes), (down, act_bytes)):
+            rings = (tile.list_bytes + area + 1023) & -1024  # as the kernels have it
+            assert rings + tile.ring_bytes <= tile.shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("experts", "dim", "inner"), [(512, 8192, 2048), (8, 6144, 16384), (1, 64, 64), (3, 192, 704)]
+)
+def test_maps_of_experts_are_what_the_driver_takes(experts: int, dim: int, inner: int) -> None:
+    """Of great models and of those that are smaller than a box; a copy is a stage."""
+    for tile, (shape, strides), box in [
+        *((t, gate_up_view(experts, dim, inner), t.gate_up_box) for t in GATE_UP_TILES.values()),
+        *((t, down_view(experts * dim, inner), t.down_box) for t in DOWN_TILES.values()),
+    ]:
+        assert len(Memory().tensor_map(1 << 20, shape, box, strides)) == 128
+        assert 2 * math.prod(box) == tile.stage_bytes
+        last = sum((n - 1) * step for n, step in zip(shape, (*strides, 2), strict=True))
+        assert math.prod(shape) * 2 == last + 2, "each element once"
+        assert max(shape) < 1 << 31, "coordinates are int32"
 
 
 def test_variants_of_known_shapes() -> None:
@@ -196,6 +219,12 @@ def test_sort(bench: Bench, pairs: int, tile_rows: int) -> None:
     assert (tiles[:, 2] >= 0).all()
 
 
+def view_map(bench: Bench, address: int, view: tuple[Any, Any], box: tuple[int, ...]) -> int:
+    """Address of the tensor map of a view (shape, strides)."""
+    raw = bench.memory.tensor_map(address, view[0], box, view[1])
+    return int(bench.memory.put(np.frombuffer(raw, np.uint8)))
+
+
 class Experts:
     """Weights of a few experts and a shared one, and both forms of running them."""
 
@@ -220,6 +249,10 @@ class Experts:
         box, strides = (box_rows, 64), (2 * columns,)
         raw = self.bench.memory.tensor_map(address, (rows, columns), box, strides)
         return int(self.bench.memory.put(np.frombuffer(raw, np.uint8)))
+
+    def _view(self, address: int, view: tuple[Any, Any], box: tuple[int, ...]) -> int:
+        """The tensor map of a view, or 0 of none."""
+        return view_map(self.bench, address, view, box) if address else 0
 
     def _put(self, matrix: Array) -> int:
         address = self.bench.put(matrix.reshape(len(matrix), -1), "bf16").address
@@ -255,10 +288,16 @@ class Experts:
         bench.early(ids_at)  # gate_up waited for whoever wrote them
         weights_at = bench.memory.put(weights)
         act = bench.empty((rows * slots, INNER), "bf16").address
-        args = [gate_up, shared_gate_up, source.address, ids_at, act, rows, slots, EXPERTS, DIM]
+        first, box = gate_up_view(EXPERTS, DIM, INNER), GATE_UP_TILES[variant].gate_up_box
+        args = [self._view(gate_up, first, box)]
+        args += [self._view(shared_gate_up, gate_up_view(1, DIM, INNER), box)]
+        args += [source.address, ids_at, act, rows, slots, EXPERTS, DIM]
         bench.run(decode_kernels(variant)[0], (3, 1), [*args, INNER, source.stride])
-        args = [down, shared_down, ids_at, weights_at, act, out.address, out.address, rows, slots]
-        args += [EXPERTS, DIM, INNER, 0, out.stride, out.stride]
+        box = DOWN_TILES[variant].down_box
+        args = [self._view(down, down_view(EXPERTS * DIM, INNER), box)]
+        args += [self._view(shared_down, down_view(DIM, INNER), box), ids_at, weights_at, act]
+        args += [out.address, out.address, rows, slots, EXPERTS, DIM, INNER]
+        args += [0, out.stride, out.stride]
         blocks = DIM // UNIT - 3  # some take two groups of columns
         bench.run(decode_kernels(variant)[1], (blocks, 1), args)
         return bench.get(out)
@@ -432,6 +471,29 @@ def test_decode_and_grouped(bench: Bench, rows: int, variant: str, shared: bool)
 
 
 @pytest.mark.parametrize(
+    ("rows", "variant", "dim", "inner"),
+    [(1, "r1", 640, 64), (1, "r1", 128, 448), (2, "r2", 384, 64), (5, "r8", 128, 192)],
+)
+def test_decode_in_an_order_by_chance(
+    ptx_of: Callable[[str], str], monkeypatch: pytest.MonkeyPatch,
+    rows: int, variant: str, dim: int, inner: int,
+) -> None:  # fmt: skip
+    """Copies overtake one another, where a unit ends within a stage and units within the ring."""
+    monkeypatch.setattr(sys.modules[__name__], "DIM", dim)
+    monkeypatch.setattr(sys.modules[__name__], "INNER", inner)
+    bench = machine_bench(ptx_of, 40 + rows)
+    experts = Experts(bench, shared=True, seed=rows)
+    x, residual = (
+        rounded(experts.random.standard_normal((rows, dim)).astype(np.float32), "bf16")
+        for _ in "ab"
+    )
+    ids, weights = experts.choose(rows)
+    out = bench.put(residual, "bf16", pad=8)
+    run = experts.decode(x, ids, weights, out, variant=variant)
+    close(run, experts.want(x, ids, weights, residual), "bf16", 1e-2)
+
+
+@pytest.mark.parametrize(
     "ids", [[2, -1], [-1, 0], [-1, -1], [-1, 3, EXPERTS], [-1, -1, -1]], ids=str
 )
 def test_a_row_without_some_choices(bench: Bench, ids: list[int]) -> None:
@@ -464,6 +526,7 @@ def test_order_of_a_product(bench: Bench, variant: str) -> None:
     ids_at, weights = bench.memory.put(ids), bench.memory.put(np.ones((1, 1), np.float32))
     bench.early(ids_at)
     out = bench.empty((1, DIM), "bf16")
+    matrix = view_map(bench, matrix, down_view(DIM, inner), DOWN_TILES[variant].down_box)
     args = [matrix, 0, ids_at, weights, bench.put(act, "bf16").address, 0, out.address, 1, 1, 1]
     grid = (DIM // UNIT, 1)
     bench.run(decode_kernels(variant)[1], grid, [*args, DIM, inner, 0, 0, out.stride])

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from atlas_kernels.moe_plan import (
+    DOWN_TILES,
     GATE_UP_TILES,
     NOT_YET,
     UNIT,
     decode_kernels,
+    down_view,
     fits,
+    gate_up_view,
     route_variant,
     routed_kernel,
 )
@@ -61,6 +64,20 @@ class Block:
         )
         return DeviceMatrix(MatrixLayout("bf16", "bf16", rows, cols, groups), data)
 
+    def maps(
+        self, variant: str, experts: int, gate_up: DeviceMatrix, down: DeviceMatrix
+    ) -> list[int]:
+        """Tensor maps of some experts."""
+        memory, found = self.bench.memory, []
+        views = (
+            (gate_up, gate_up_view(experts, DIM, INNER), GATE_UP_TILES[variant].gate_up_box),
+            (down, down_view(down.rows, INNER), DOWN_TILES[variant].down_box),
+        )
+        for matrix, (shape, strides), box in views:
+            raw = memory.tensor_map(matrix.data.address, shape, box, strides)
+            found.append(memory.put(np.frombuffer(raw, np.uint8)))
+        return found
+
     def kernels(
         self, scores: Array, active: Array | None, *, variant: str, routed: bool
     ) -> list[Array]:
@@ -77,15 +94,17 @@ class Block:
         early = 0 if active is None else bench.put_early(active)
         bias = 0 if self.bias is None else self.bias.address
         last = source.address + 4 * self.experts if self.shared else 0
-        w, v = self.gate_up.data.address, self.down.data.address
-        w_shared, v_shared = (m.data.address for m in self.last) if self.last else (0, 0)
+        raw = self.gate_up.data.address
+        w, v = self.maps(variant, self.experts, self.gate_up, self.down)
+        w_shared, v_shared = self.maps(variant, 1, *self.last) if self.last else (0, 0)
         sizes = [rows, self.slots, self.experts, DIM, INNER]
         scale = np.float32(self.scale)
         how = [int(self.sigmoid), int(self.normalize), np.float32(EPSILON), scale]
         kernel = decode_kernels(variant)[0]
         if routed:
             kernel = routed_kernel(variant, self.experts) or ""
-            args = [w, w_shared, x.address, source.address, bias, early, ids_at, weights_at]
+            args = [w, w_shared, raw, x.address, source.address, bias, early, ids_at]
+            args += [weights_at]
             args += [act.address, *sizes, self.columns, self.top_k, *how, x.stride, source.stride]
         else:
             args = [source.address, bias, last, early, ids_at, weights_at, self.experts]

@@ -20,6 +20,8 @@ from atlas_kernels.moe_plan import (
     WGMMA_TILES,
     decode_kernels,
     decode_variant,
+    down_view,
+    gate_up_view,
     grouped_variant,
     route_variant,
     routed_kernel,
@@ -162,11 +164,13 @@ def moe_experts(
     if has_large_sms(queue.device.capability):
         variant = decode_variant(rows, dim=dim, inner=inner, slots=slots)
     if variant is not None:
-        args: Args = (weight, last_up, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
+        matrices = (gate_up, down, shared_gate_up, shared_down)
+        first_maps, second_maps = _decode_maps(queue, variant, *matrices)
+        args: Args = (*first_maps, x, ids, act, rows, slots, experts, dim, inner, x.strides[0])
         kernels, (wide, narrow) = decode_kernels(variant), _decode_grids(queue, variant, dim)
-        queue.launch(kernels[0], wide, args)
-        args = (second, last_down, ids, weights, act, out, out, rows, slots, experts, dim, inner, 0)
-        queue.launch(kernels[1], narrow, (*args, *out.strides[:1] * 2))
+        queue.launch(kernels[0], wide, args, matrices)
+        args = (*second_maps, ids, weights, act, out, out, rows, slots, experts, dim, inner, 0)
+        queue.launch(kernels[1], narrow, (*args, *out.strides[:1] * 2), matrices)
         return
     groups = experts + (shared_down is not None)
     hopper = wgmma_variant(rows, experts=groups, slots=slots)
@@ -256,14 +260,46 @@ def moe_block(
     grid = (-(-router.rows // ROUTER_COLUMNS), 1)
     queue.launch(f"moe_scores_{router_kernel}", grid, args, router)
     act, (wide, narrow) = expert_activated, _decode_grids(queue, variant, dim)
-    args = (gate_up.data, 0 if shared_gate_up is None else shared_gate_up.data, normed, scores)
+    matrices = (gate_up, down, shared_gate_up, shared_down)
+    first_maps, second_maps = _decode_maps(queue, variant, *matrices)
+    args = (*first_maps, gate_up.data, normed, scores)
     args += (0 if bias is None else bias, 0 if slots is None else slots, ids, weights, act, rows)
     args += (choices, experts, dim, inner, router.rows, choices - joins)
     args += (int(scoring == "sigmoid"), int(normalize), _EPSILON, scale)
-    queue.launch(kernel, wide, (*args, normed.strides[0], scores.strides[0]))
-    args = (down.data, 0 if shared_down is None else shared_down.data, ids, weights, act, out, out)
+    queue.launch(kernel, wide, (*args, normed.strides[0], scores.strides[0]), matrices)
+    args = (*second_maps, ids, weights, act, out, out)
     args += (rows, choices, experts, dim, inner, 1)
-    queue.launch(decode_kernels(variant)[1], narrow, (*args, *out.strides[:1] * 2))
+    queue.launch(decode_kernels(variant)[1], narrow, (*args, *out.strides[:1] * 2), matrices)
+
+
+def _decode_maps(
+    queue: Queue,
+    variant: str,
+    gate_up: DeviceMatrix,
+    down: DeviceMatrix,
+    shared_gate_up: DeviceMatrix | None,
+    shared_down: DeviceMatrix | None,
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Tensor maps of the experts and of the shared one (or 0), of either kernel."""
+    dim, inner = gate_up.cols, down.cols
+
+    def first(matrix: DeviceMatrix | None, experts: int) -> int:
+        if matrix is None:
+            return 0
+        view = gate_up_view(experts, dim, inner)
+        return queue.tensor_map(matrix.values, GATE_UP_TILES[variant].gate_up_box, *view)
+
+    def second(matrix: DeviceMatrix | None) -> int:
+        if matrix is None:
+            return 0
+        view = down_view(matrix.rows, inner)
+        return queue.tensor_map(matrix.values, DOWN_TILES[variant].down_box, *view)
+
+    experts = gate_up.groups
+    return (
+        (first(gate_up, experts), first(shared_gate_up, 1)),
+        (second(down), second(shared_down)),
+    )
 
 
 def _decode_grids(queue: Queue, variant: str, dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
