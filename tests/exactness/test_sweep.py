@@ -122,13 +122,39 @@ def test_every_weight_is_read_once(case: Case, step: str) -> None:
         assert max(recorder.calls.values()) == 1
 
 
-def test_a_window_without_logits_leaves_the_head_alone() -> None:
+def test_a_window_without_logits_ends_with_the_last_mixer() -> None:
     with running(Case("dense")) as (loaded, seqs):
-        recorder = OpRecorder(loaded)
+        recorder, network = OpRecorder(loaded), loaded.core.network
         loaded.model.forward.prefill_batch_chunk([window(5, seqs[5], 9, finishes=False)])
-        head = {("product", id(matrix)) for matrix in loaded.core.network.head.matrices}
-        expected = Counter(call for call in matrices(loaded.core.network) if call not in head)
-        assert recorder.calls == expected
+        last: Any = network.blocks[-1]
+        assert isinstance(last, Mlp)
+        unread = [*network.head.matrices, *last.gate_up.matrices, *last.down.matrices]
+        keys = {("product", id(matrix)) for matrix in unread}
+        assert recorder.calls == Counter(call for call in matrices(network) if call not in keys)
+
+
+@pytest.mark.parametrize("case", [Case("gemma"), Case("moe")], ids=str)
+def test_rows_without_logits_end_with_the_last_mixer(case: Case) -> None:
+    """The last feed-forward takes those that have logits alone, dense or a mixture."""
+    with running(case) as (loaded, seqs):
+        runtime: Any = loaded.core.runtime
+        rows: list[int] = []
+        for op in ("rmsnorm_linear_gated", "moe_block"):
+            call = runtime.functions[op]
+
+            def counted(queue: Any, x: Any, *args: Any, call: Any = call, **kwargs: Any) -> None:
+                rows.append(len(x))
+                call(queue, x, *args, **kwargs)
+
+            runtime.functions[op] = counted
+        runtime.forget_recorded()
+        pieces = [window(i, seqs[i], 20 + i, finishes=True) for i in (5, 6)]
+        loaded.model.forward.mixed_forward_batch([1, 2, 3], seqs[:3], pieces)
+        assert rows == [3 + 25 + 26] * (len(rows) - 1) + [3 + 2]
+        assert len(rows) == loaded.model.config.num_layers
+        rows.clear()
+        loaded.model.forward.decode_batch([1, 2, 3], seqs[:3])
+        assert rows == [3] * loaded.model.config.num_layers
 
 
 @pytest.mark.parametrize("step", [name for name in STEPS if "prefill_chunk" not in name])

@@ -170,7 +170,7 @@ def test_hidden_after_norm_gives_the_logits(model: Model) -> None:
 def test_hidden_after_norm_is_what_the_head_reads(loaded: LoadedModel, count: int) -> None:
     model = loaded.model
     decoded(model, count)
-    wanted = loaded.core.buffers.last_hidden[:count].copy()
+    wanted = loaded.core.buffers.normed[:count].copy()
     for _ in range(2):
         np.testing.assert_array_equal(model.logits.hidden_after_norm(), wanted)
     seqs = [prefilled(model, PROMPT[: 3 + i]) for i in range(count)]

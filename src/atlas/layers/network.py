@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from atlas.layers.gated_delta import GatedDelta
 from atlas.layers.linear import Projection
 from atlas.layers.mamba2 import Mamba2
+from atlas.layers.mlp import Mlp
+from atlas.layers.moe import Moe
 from atlas.layers.step import Array, StepBuffers
 
 if TYPE_CHECKING:
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Block(Protocol):
-    """A mixer or a feed-forward: reads and adds to ``step.hidden``."""
+    """A mixer, or a feed-forward, which takes each row for itself: adds to ``step.hidden``."""
 
     def forward(self, ops: Any, step: StepBuffers) -> None: ...
 
@@ -50,9 +53,9 @@ class FinalNorm:
     weight: Array
     eps: float
 
-    def forward(self, ops: Any, step: StepBuffers) -> None:
-        """``step.hidden``, as the step before left it, to ``step.normed``."""
-        ops.rmsnorm(step.hidden, self.weight, self.eps, out=step.normed)
+    def forward(self, ops: Any, hidden: Array, out: Array) -> None:
+        """Rows of the residual stream, as a step left it, to ``out``, both [L, D]."""
+        ops.rmsnorm(hidden, self.weight, self.eps, out=out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,13 +75,9 @@ class Network:
     mtp: MtpHead | None = None
 
     def forward(self, ops: Any, step: StepBuffers) -> None:
-        """One sweep over the weights: ``step.token_ids`` to ``step.logits``.
-
-        Final norm and head run on the rows in ``step.logits_rows`` only. ``step.hidden`` stays as
-        the last block left it.
-        """
+        """One sweep over the weights: ``step.token_ids`` to ``step.logits``."""
         self.embed(ops, step)
-        for block in self.blocks:
+        for block in self.up_to_last_mixer:
             block.forward(ops, step)
         self.finish(ops, step)
 
@@ -86,17 +85,34 @@ class Network:
         """``step.token_ids`` to ``step.hidden``."""
         ops.embedding(step.token_ids, self.embedding, self.embedding_scale, out=step.hidden)
 
+    @property
+    def up_to_last_mixer(self) -> tuple[Block, ...]:
+        """The blocks that all rows pass, as later rows of their sequences may read them."""
+        return self.blocks[: len(self.blocks) - len(self.behind_last_mixer)]
+
+    @property
+    def behind_last_mixer(self) -> tuple[Block, ...]:
+        """Feed-forwards at the end: what they make of a row without logits nobody reads."""
+        blocks = reversed(self.blocks)
+        behind = tuple(takewhile(lambda block: isinstance(block, Mlp | Moe), blocks))
+        return behind[::-1]
+
     def finish(self, ops: Any, step: StepBuffers) -> None:
-        """``step.hidden`` to the logits of the rows that have some."""
+        """From behind the last mixer to the logits, only for the rows in ``step.logits_rows``.
+
+        What the last block leaves of these is in the rows of ``step.hidden`` with
+        ``step.all_logits``, else in ``step.last_hidden``.
+        """
         if not len(step.logits_rows):
             return
-        if step.all_logits:  # nothing to gather: each row would go where it is
-            rows = step.hidden[: len(step.logits_rows)]
-        else:
-            rows = step.last_hidden
-            ops.gather_rows(step.hidden, step.logits_rows, out=rows)
-        norm = self.final_norm
-        self.head.forward_normed(ops, rows, norm.weight, norm.eps, step.last_hidden, step.logits)
+        if not step.all_logits:  # else each row would go where it is
+            ops.gather_rows(step.hidden, step.logits_rows, out=step.last_hidden)
+            step = step.of_logits()
+        for block in self.behind_last_mixer:
+            block.forward(ops, step)
+        count, norm = len(step.logits_rows), self.final_norm
+        rows, normed = step.hidden[:count], step.normed[:count]
+        self.head.forward_normed(ops, rows, norm.weight, norm.eps, normed, step.logits)
         if self.final_softcap is not None:
             ops.softcap(step.logits, self.final_softcap, out=step.logits)
 

@@ -118,8 +118,8 @@ class StepBuffers:
     latent, latent_sum : float32 [T, Z]
         What experts of a latent space read, and their weighted sum.
     last_hidden : float32 [L, D]
-        Scratch of the last norm and product: the rows that have logits, or those normalised; not
-        written where they are rows of ``hidden`` and one kernel does both.
+        The residual stream of the rows that have logits, from behind the last mixer on; not written
+        with ``all_logits``.
     logits : float32 [L, C]
     step_rows, step_seqs, max_step_rows : int
         As in ``StepShape``; 0 in the whole buffers.
@@ -184,6 +184,12 @@ class StepBuffers:
         }
         numbers = {name: getattr(shape, name) for name in _OF_SHAPE}
         return replace(self, **arrays, **numbers)
+
+    def of_logits(self) -> StepBuffers:
+        """The rows that have logits, gathered in ``last_hidden``, as a step for feed-forwards."""
+        logits = self.view(StepShape.decode(len(self.logits_rows)))
+        # Slots tell rows of padding, of which there are none: those numbers are not negative.
+        return replace(logits, hidden=self.last_hidden, slots=self.logits_rows)
 
 
 _OF_SHAPE = ("step_rows", "step_seqs", "max_step_rows", "all_logits")

@@ -107,6 +107,7 @@ class ModelCore:
         self.prefix_cache: PrefixCache | None = None
         self.reuse_generated = True  # whether blocks of step tokens may serve a prompt
         self.last_decode: tuple[int, int] | None = None  # (arena generation, rows)
+        self._all_logits = False  # the last step's
         self._thread = threading.get_ident()
         self._driver: int | None = None  # thread of an engine's step that is under way
         self._in_step = False
@@ -385,6 +386,7 @@ class ModelCore:
         prompts = inputs.cu_rows[seqs : shape.seqs + 1]
         np.subtract(prompts, shape.step_rows, out=inputs.prompt_cu_rows[: len(prompts)])
         self.last_decode = None
+        self._all_logits = shape.all_logits
         self.arena.overwrite(shape.first_logits, self.runtime.logits_written(shape))
         self.runtime.run(self.network, self.buffers, shape)
 
@@ -426,8 +428,10 @@ class ModelCore:
         return np.array(self._normed_rows(self.last_decode[1]), np.float32)
 
     def _normed_rows(self, count: int) -> NDArray[Any]:
-        """The final norm of the last step's first rows, which ``hidden`` still holds."""
-        self.runtime.inputs(self.buffers)  # a step begins, though this one reads none
-        self.runtime.run(self.network.final_norm, self.buffers, StepShape.prompt(count, 0))
-        rows: NDArray[Any] = self.runtime.to_host(self.buffers.normed[:count])
+        """The final norm of the last step's first rows that have logits."""
+        buffers = self.buffers
+        hidden = buffers.hidden if self._all_logits else buffers.last_hidden
+        normed = buffers.normed[:count]
+        self.network.final_norm.forward(self.runtime.ops, hidden[:count], normed)
+        rows: NDArray[Any] = self.runtime.to_host(normed)
         return rows

@@ -70,7 +70,7 @@ def run(core: ModelCore, ids: Ints, seq: SequenceState, piece_rows: int) -> None
     ]
     for piece in pieces:
         network.embed(ops, piece)
-    for block in network.blocks:
+    for block in network.up_to_last_mixer:
         if isinstance(block, GatedDelta | Mamba2):
             for piece in pieces:
                 block.project(ops, piece)

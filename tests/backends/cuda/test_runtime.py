@@ -179,7 +179,7 @@ def test_the_final_norm_of_a_decode_step(on_cuda: LoadedModel) -> None:
         rows = model.logits.hidden_after_norm()
         np.testing.assert_array_equal(model.logits.hidden_after_norm(), rows)
         if count > 1:
-            kept = loaded.core.runtime.to_host(loaded.core.buffers.last_hidden[:count])
+            kept = loaded.core.runtime.to_host(loaded.core.buffers.normed[:count])
             np.testing.assert_array_equal(kept, rows)
         return rows
 

@@ -18,7 +18,7 @@ from atlas.backends.cpu.target import cpu_target
 from atlas.cache.kv import KvPools, allocate_pools
 from atlas.cache.recurrent import RecurrentPools, SlotCounts, allocate_recurrent
 from atlas.config import ModelConfig
-from atlas.layers.network import FinalNorm, Network, Replay
+from atlas.layers.network import Network, Replay
 from atlas.layers.step import Array, StepBuffers, StepShape, allocate
 from atlas.layers.translation_step import TranslationBuffers, allocate_translation
 from atlas.model.step_result import FinishedStep, StepResult
@@ -27,7 +27,7 @@ from atlas.ops.select import bind, implementations, in_parts, takes_queue, with_
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
-Sweep = Network | Replay | FinalNorm
+Sweep = Network | Replay
 
 _RECORDED = 64  # shapes kept; a list is about 60 KB for 30 layers
 

@@ -47,12 +47,12 @@ def _decode_bucket(shape: StepShape) -> StepShape:
 def _mixed_bucket(shape: StepShape) -> StepShape:
     step_seqs = next_power(shape.step_seqs) if shape.step_seqs else 0
     step_rows = step_seqs * shape.max_step_rows
-    logits = shape.logits
+    rows, logits = padded_rows(step_rows + shape.rows - shape.step_rows), shape.logits
     if shape.first_logits == 0 and logits and step_seqs:
-        logits = next_power(logits)
+        logits = min(next_power(logits), rows)  # buffers of feed-forwards have this many rows
     return replace(
         shape,
-        rows=padded_rows(step_rows + shape.rows - shape.step_rows),
+        rows=rows,
         seqs=step_seqs + next_power(shape.seqs - shape.step_seqs),
         logits=logits,
         step_rows=step_rows,
