@@ -31,7 +31,7 @@ from atlas_kernels.moe_lists import (
     pair_of,
     weights_at,
 )
-from atlas_kernels.moe_plan import DOWN_TILES, UNIT, DecodeTile
+from atlas_kernels.moe_plan import DOWN_TILES, UNIT, DownTile
 from atlas_kernels.ptx_async import (
     barrier_wait,
     launch_dependents,
@@ -69,7 +69,7 @@ _WORDS = UNIT // 2
 _WORD_SHIFT = _WORDS.bit_length() - 1
 
 
-def _choices(tile: DecodeTile) -> tuple[Any, Any]:
+def _choices(tile: DownTile) -> tuple[Any, Any]:
     """Two device functions, of an entry of the list of experts to read:
 
     - (base, own, entry, experts, shared expert's weights) → its expert;
@@ -102,7 +102,7 @@ def _choices(tile: DecodeTile) -> tuple[Any, Any]:
     return (own_expert, own_pair) if tile.rows == 1 else (listed_expert, listed_pair)
 
 
-def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
+def _parts(tile: DownTile) -> tuple[Any, Any, Any]:
     """What comes before the wait, once experts are listed, and what comes after.
 
     - ``arm`` (base): make a warp's barriers;
@@ -110,7 +110,8 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
     - ``finish`` (base, the same, cursor, …): everything else.
     """
     warps, chunk, stage_bytes, stages = tile.warps, tile.chunk, tile.stage_bytes, tile.stages
-    multiply, (arm, barrier_of), expect = (
+    ahead, multiply, (arm, barrier_of), expect = (
+        tile.ahead,
         multiply_stage(tile),
         stage_barriers(tile),
         expect_stage(tile),
@@ -194,20 +195,29 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
         return y_at, act_at, i32(rings + (thread_x() >> 5) * (stages * stage_bytes))
 
     @device
+    def ask_stages(
+        base, own, places, first, last, w, w_shared, cursor, count, experts, dim, inner
+    ):  # fmt: skip
+        """Ask for stages ``first`` to ``last - 1`` of the ring."""
+        stage, one = first, i32(lanes() >> 5)  # as a step: the loop is not unrolled
+        while stage < last:
+            cursor = ask_next(
+                base, own, places[2], stage, w, w_shared, cursor, count, experts, dim, inner
+            )
+            stage = i32(stage + one)
+        return cursor
+
+    @device
     def start(base, own, count, w, w_shared, m, slots, experts, dim, inner):
-        _, _, ring = places_of(base, i32(m * slots), inner)
         first, warp = i32(block_x() * UNIT), i32(thread_x() >> 5)
-        asked, expert, one = i32(0), i32(0), i32(lanes() >> 5)
+        expert, places = i32(0), places_of(base, i32(m * slots), inner)
         column, entry = unit_at(first, warp, count, dim)
         if column < dim:
             expert = expert_at(base, own, entry, experts, w_shared)
         cursor = (column, entry, i32(expert), i32(0))
-        while asked < stages:  # constants: no need to wait
-            cursor = ask_next(
-                base, own, ring, asked, w, w_shared, cursor, count, experts, dim, inner
-            )
-            asked = i32(asked + one)
-        return cursor
+        return ask_stages(  # constants: no need to wait
+            base, own, places, i32(0), i32(ahead), w, w_shared, cursor, count, experts, dim, inner
+        )
 
     @device
     def finish(
@@ -215,10 +225,15 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
         inner, residual_stride, out_stride,
     ):  # fmt: skip
         p, lane, one, pairs = thread_x(), lane_id(), i32(lanes() >> 5), i32(m * slots)
-        y_at, act_at, ring = places_of(base, pairs, inner)
+        places = places_of(base, pairs, inner)
+        y_at, act_at, ring = places
         wait_prerequisites()
         if p < 32 and count > 0:  # what nobody waits for would come when this block has left
             ask_rows(base, act_at, act, i64(inner) * 2, pairs, i32(2 * inner))
+        cursor = ask_stages(
+            base, own, places, i32(ahead), i32(stages), w, w_shared, cursor, count, experts, dim,
+            inner,
+        )  # fmt: skip
         sync_threads()
         weight = load_f32(weights + i64(min(p, i32(pairs - 1))) * 4)
         row, line = i32((lane & 3) * 2), weights_line()
@@ -267,7 +282,7 @@ def _parts(tile: DecodeTile) -> tuple[Any, Any, Any]:
     arch="sm_90",
     variants={f"bf16_{name}": (tile,) for name, tile in DOWN_TILES.items()},
 )
-def make_moe_down(tile: DecodeTile) -> Any:
+def make_moe_down(tile: DownTile) -> Any:
     """out[row] = Σ over slots of weight · (W_down · act[pair]) + residual; grid (≤ D / 16).
 
     Arguments: tensor maps (``down_view``, ``tile.down_box``) of the experts' [E · D, F] and of the

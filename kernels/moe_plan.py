@@ -116,6 +116,20 @@ class DecodeTile:
         return -(-(self.list_bytes + area) // 1024) * 1024 + self.ring_bytes <= self.shared_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class DownTile(DecodeTile):
+    """A thread block of ``moe_down``; ``warps`` is at least ``rows``.
+
+    Attributes
+    ----------
+    ahead : int
+        Stages asked for before the wait, of those that fit. More, and weights come sooner than they
+        can be used, instead of the last ones of ``moe_gate_up``.
+    """
+
+    ahead: int
+
+
 def gate_up_view(experts: int, dim: int, inner: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides (bytes, without the innermost) of experts' [2F, D] for their tensor map."""
     return (experts, dim // 64, 2, inner, 64), (4 * inner * dim, 128, 2 * inner * dim, 2 * dim)
@@ -137,16 +151,16 @@ def down_area(rows: int, slots: int, inner: int) -> int:
 
 
 GATE_UP_TILES: dict[str, DecodeTile] = {
-    "r1": DecodeTile(1, 3, 256, 4, 2, 111 * 1024),
+    "r1": DecodeTile(1, 3, 256, 4, 2, 102 * 1024),
     "r2": DecodeTile(2, 4, 128, 5, 2, 98 * 1024),
-    "r8": DecodeTile(8, 8, 128, 5, 1, _FULL),
+    "r8": DecodeTile(8, 11, 128, 4, 1, _FULL),
 }
 """``moe_gate_up_bf16_<variant>``, fewest rows first; ``…_<experts>`` makes the choice itself."""
 
-DOWN_TILES: dict[str, DecodeTile] = {
-    "r1": DecodeTile(1, 9, 128, 3, 1, 131 * 1024),
-    "r2": DecodeTile(2, 9, 128, 3, 1, 148 * 1024),
-    "r8": DecodeTile(8, 8, 128, 3, 1, _FULL),
+DOWN_TILES: dict[str, DownTile] = {
+    "r1": DownTile(1, 9, 128, 3, 1, 122 * 1024, 2),  # beside one thread block of moe_gate_up
+    "r2": DownTile(2, 9, 128, 3, 1, 148 * 1024, 3),
+    "r8": DownTile(8, 8, 128, 3, 1, _FULL, 3),
 }
 """``moe_down_bf16_<variant>``."""
 
