@@ -56,6 +56,30 @@ def test_an_op_of_one_s_own_runs_from_the_next_step_on(loaded: LoadedModel) -> N
 
 
 @pytest.mark.contract("circuit.set_forward")
+def test_an_op_of_one_s_own_runs_outside_of_steps_too() -> None:
+    """In the final norm that is asked for behind a step, and in a prompt layer by layer."""
+    calls = []
+
+    def rmsnorm(x: Any, weight: Any, eps: float, *, out: Any) -> None:
+        calls.append(x.shape)
+        OPS["rmsnorm"](x, weight, eps, out=out)
+        out *= 0.5
+
+    with random_model("delta") as loaded:
+        circuit_of(loaded).set_forward(ForwardSelection(ops={"rmsnorm": rmsnorm}))
+        model, prompt = loaded.model, list(range(40))
+        one, two = (model.lifecycle.alloc_sequence() for _ in range(2))
+        want = model.logits.to_host(model.forward.prefill(prompt, one))
+        rows = model.logits.to_host(model.forward.prefill_twophase(prompt, two, 7))
+        np.testing.assert_array_equal(rows, want)
+        model.forward.decode(9, one)
+        read = loaded.core.buffers.normed[:1].copy()  # by the head
+        calls.clear()
+        np.testing.assert_array_equal(model.logits.hidden_after_norm(), read)
+        assert calls == [read.shape]
+
+
+@pytest.mark.contract("circuit.set_forward")
 def test_an_op_may_launch_on_the_queue(loaded: LoadedModel) -> None:
     from atlas.backends.cpu import norm
 

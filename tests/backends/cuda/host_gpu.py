@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -75,6 +76,7 @@ class HostGpu:
         self._memory: dict[int, Any] = {}
         self._graphs: dict[int, list[Callable[[], None]]] = {}
         self._capture: list[Callable[[], None]] | None = None
+        self._current = threading.local()  # a thread's context
         self._next = 1000
         self._feed = LAUNCH(self._launch)
         self.launch_address = ctypes.cast(self._feed, ctypes.c_void_p).value or 0
@@ -143,7 +145,7 @@ class HostGpu:
         self.live["context"] -= 1
 
     def _cuCtxSetCurrent(self, context: int) -> None:
-        pass
+        self._current.context = context
 
     def _cuMemGetInfo(self) -> Any:
         return self.total - self.used, self.total
@@ -237,6 +239,7 @@ class HostGpu:
 
     def do(self, work: Callable[[], None]) -> None:
         """Run a piece of work now, or keep it in the graph that is being captured."""
+        assert hasattr(self._current, "context"), "a launch in a thread without a context"
         if self._capture is not None:
             self._capture.append(work)
         else:

@@ -12,7 +12,7 @@ import pytest
 from atlas_kernels import attention_plan, gemm_norm_plan
 from atlas_kernels.attention_plan import DOWN_TO_OUTPUT, LOOP
 from atlas_kernels.registry import argument_names, load_table
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from atlas.backends.cuda.buckets import bucket
@@ -84,6 +84,24 @@ def test_padded_logits_are_rows_of_a_step_that_is_not_gathered(rows: list[int], 
     assert shape.all_logits
     assert padded.all_logits
     assert total <= padded.logits <= padded.rows
+
+
+@given(
+    steps=st.lists(st.integers(1, 5), max_size=40),
+    prompts=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    share=st.floats(0, 1),
+    first=st.sampled_from([0, 7]),
+)
+@example(steps=[1], prompts=[128], share=1.0, first=0)
+def test_no_more_rows_with_logits_than_rows(
+    steps: list[int], prompts: list[int], share: float, first: int
+) -> None:
+    """Feed-forwards behind the last mixer have room for those only."""
+    rows = sum(steps) + sum(prompts)
+    logits = round(share * rows)
+    shape = StepShape.of(rows, len(steps) + len(prompts), logits, first, np.array(steps, np.int32))
+    padded = bucket(shape, 4096, 128, 4096)
+    assert logits <= padded.logits <= padded.rows
 
 
 @pytest.mark.parametrize(

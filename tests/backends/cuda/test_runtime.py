@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -197,6 +198,23 @@ def test_the_final_norm_of_a_decode_step(on_cuda: LoadedModel) -> None:
     model.verify.decode_verify(np.array(TOKENS, np.int32), seqs[0])
     with pytest.raises(StaleHandleError):
         model.logits.hidden_after_norm()
+
+
+def test_the_final_norm_in_another_thread(on_cuda: LoadedModel) -> None:
+    """Which the model is handed to: its kernel runs on the model's device there too."""
+    model = on_cuda.model
+    seq = model.lifecycle.alloc_sequence()
+    model.forward.prefill(PROMPT, seq, logits="none")
+    model.forward.decode(5, seq)
+    want = model.logits.hidden_after_norm()
+
+    def elsewhere() -> np.ndarray[Any, Any]:
+        model.lifecycle.bind_to_thread()
+        return model.logits.hidden_after_norm()
+
+    with ThreadPoolExecutor(1) as threads:
+        np.testing.assert_array_equal(threads.submit(elsewhere).result(), want)
+    model.lifecycle.bind_to_thread()
 
 
 def test_a_verify_is_serial_decoding(on_cuda: LoadedModel) -> None:

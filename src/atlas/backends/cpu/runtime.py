@@ -198,6 +198,7 @@ class CpuRuntime:
         for name, function in replaced.items():
             self.functions[name] = with_queue(function)
         self.functions |= in_parts(self.functions, replaced)
+        self.ops = bind(self.functions, Queue(self.device))
         self.forget_recorded()
 
     def forget_recorded(self) -> None:

@@ -224,6 +224,7 @@ class Queue:
             self.recording.launches.append(launch)
             self.recording.keep.append(keep)
             return
+        self.device.enter()  # the first call of a thread may be this one
         self.device.run(Recording([launch], [keep]).compile(self.device))
 
 

@@ -381,6 +381,7 @@ class CudaRuntime:
         for name, function in replaced.items():
             self.functions[name] = function if takes_queue(function) else _called(function)
         self.functions |= in_parts(self.functions, replaced)
+        self.ops = bind(self.functions, Queue(self.device, self.workspace))
         self.forget_recorded()
 
     def forget_recorded(self) -> None:
