@@ -1,6 +1,8 @@
 // Several prompts at once: each is prefilled, then one sweep over the weights decodes them all.
 //
 //     batch MODEL MAX_TOKENS PROMPT [PROMPT ...]
+//
+// A MODEL of - is atlas-tiny, which is in the package.
 #include <atlas.hpp>
 
 #include <cstdlib>
@@ -10,7 +12,8 @@
 
 static int run(int argc, char **argv) {
     const std::size_t max_tokens = std::strtoul(argv[2], nullptr, 10);
-    atlas::engine engine(argv[1], atlas::load_options().set("kv_tokens", std::int64_t(4096)));
+    const char *model = std::string(argv[1]) == "-" ? nullptr : argv[1];
+    atlas::engine engine(model, atlas::load_options().set("kv_tokens", std::int64_t(4096)));
     const atlas::tokenizer tokenizer = engine.tokenizer();
 
     std::vector<atlas::sequence> sequences;

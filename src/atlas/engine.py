@@ -134,7 +134,9 @@ class Engine:
         def options_on(chosen: DeviceName) -> tuple[SchedulingOptions, LoadOptions]:
             # Steps with few prompt tokens would leave most of a GPU idle.
             large = _CUDA_STEPS if chosen == "cuda" else {}
-            schedule = SchedulingOptions.from_mapping(large | scheduling)
+            schedule = SchedulingOptions.from_mapping(
+                large | scheduling, beside=Engine.__init__.__kwdefaults__ or ()
+            )
             return schedule, LoadOptions(
                 dtype=dtype,
                 kv_dtype=kv_dtype,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,11 +92,17 @@ class SchedulingOptions:
             raise InvalidArgumentError(f"feed is {self.feed!r}; allowed: True, False, None")
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> SchedulingOptions:
-        """Options by name; an unknown name is a TypeError, as for any keyword, with the nearest."""
-        names = [field.name for field in dataclasses.fields(cls)]
+    def from_mapping(
+        cls, mapping: Mapping[str, Any], *, beside: Iterable[str] = ()
+    ) -> SchedulingOptions:
+        """Options by name; an unknown name is a TypeError, as for any keyword, with the nearest.
+
+        ``beside`` names what the caller takes besides: a misspelt one arrives here as well.
+        """
+        fields = [field.name for field in dataclasses.fields(cls)]
+        names = [*beside, *fields]
         for key in mapping:
-            if key not in names:
+            if key not in fields:
                 near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
                 raise TypeError(
                     f"unknown engine option {key!r}; did you mean {near[0]!r}? "

@@ -50,6 +50,12 @@ def test_batch(program: Program, model: Path, engine: Engine) -> None:
     assert token_lines(done.stdout) == [greedy_ids(engine, prompt, 16) for prompt in prompts]
 
 
+def test_batch_takes_the_model_in_the_package(program: Program) -> None:
+    done = run(program("batch.cpp"), "-", "4", "This module", "To open a file,")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [len(ids) for ids in token_lines(done.stdout)] == [4, 4]
+
+
 def test_threads(program: Program, model: Path, engine: Engine) -> None:
     prompts = [f"{PROMPT} {i}" for i in range(6)]
     done = run(program("threads.c"), model, *prompts)

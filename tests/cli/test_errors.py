@@ -30,6 +30,10 @@ def test_help(atlas_command: Command, command: str) -> None:
     assert atlas_command() == atlas_command("-h")
 
 
+def test_a_group_alone_shows_its_help(atlas_command: Command) -> None:
+    assert atlas_command("kernels") == atlas_command("kernels", "--help")
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

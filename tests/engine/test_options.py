@@ -22,6 +22,16 @@ pytestmark = pytest.mark.cpu
 SIZES = ("threads", "max_seq_len", "kv_tokens")
 
 
+@pytest.mark.parametrize(
+    ("name", "near"), [("thread", "threads"), ("kv_token", "kv_tokens"), ("max_run", "max_running")]
+)
+def test_an_unknown_option_is_refused_with_the_nearest_of_all(name: str, near: str) -> None:
+    options: dict[str, Any] = {name: 1}
+    found = f"unknown engine option '{name}'; did you mean '{near}'.*device, .*chunk_tokens"
+    with pytest.raises(TypeError, match=found):
+        Engine(**options)
+
+
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "8", float("nan"), float("inf")])
 def test_sizes_are_positive_integers(folder: Path, name: str, value: Any) -> None:

@@ -68,6 +68,9 @@ def test_the_code_in_the_readme_runs(capsys: pytest.CaptureFixture[str], nllb_fo
     assert code.count(NLLB) == 1
     names: dict[str, object] = {}
     exec(code.replace(NLLB, str(nllb_folder)), names)
+    # What a newcomer sees first is an answer, not the loop that a small model falls into elsewhere.
+    question = next(line for line in code.splitlines() if line.startswith("assistant.chat"))
+    assert "Berlin" in eval(question, names)
     out = capsys.readouterr().out  # what was streamed, and translations with scores
     assert len(re.findall(r"\[\(-\d.*, '.+'\), \(-\d.*, '.+'\)\]\n", out)) == 2
     for name in ("engine", "assistant", "translator"):

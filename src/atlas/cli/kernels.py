@@ -23,9 +23,13 @@ _jobs_option = click.option(
 )
 
 
-@click.group("kernels")
-def kernels() -> None:
+@click.group("kernels", invoke_without_command=True)
+@click.pass_context
+def kernels(context: click.Context) -> None:
     """CUDA kernels: list them, or compile them ahead of time. Needs no GPU."""
+    # Click would raise the help as a usage error, which `atlas` prints as one line.
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @kernels.command("list")
