@@ -9,7 +9,8 @@ nothing, so that every chosen id is 0. On the ``cpu`` a tiny model runs, whose o
 many steps; a driver call costs what the stand-in's Python costs.
 
 On ``cuda`` it is wall time. What the host waits there for a step's tokens is the part "wait": where
-it is 0 the GPU waits for the host. Steps with prompts are reported too.
+it is 0 the GPU waits for the host. Steps with prompts are reported too, and for how much of a
+greedy step the GPU idles: what it takes beyond its graph, replayed back to back.
 
 ``--recordings`` counts instead what 128 prompts of 128 tokens make the engine record.
 """
@@ -38,9 +39,11 @@ import atlas.engine  # noqa: E402
 from atlas import Engine, SamplingParams  # noqa: E402
 from atlas.backends.cuda import backend, device, probe, readback, runtime, sampling  # noqa: E402
 from atlas.backends.cuda.small_copies import SmallCopies  # noqa: E402
+from atlas.layers.step import StepShape  # noqa: E402
 from atlas.model import core  # noqa: E402
 from atlas.step_loop import StepLoop  # noqa: E402
 from atlas.tokenizer import load_tokenizer  # noqa: E402
+from benchmarks.gpu_step_parts import decoding, microseconds  # noqa: E402
 from benchmarks.random_checkpoint import SHAPES, RandomCheckpoint  # noqa: E402
 from tests.backends.cuda.host_gpu import KERNELS, HostGpu, HostKernels, host_ops  # noqa: E402
 
@@ -257,7 +260,21 @@ def report(args: argparse.Namespace) -> None:
                             f"{label}, {len(mixed)} with prompts", in_words(medians(mixed), batch)
                         )
                         whole = [sum(step.values()) for step in full[SKIPPED:]]
-                        print(f"{label}, step to step {1e3 * statistics.median(whole):.3f} ms")
+                        ms = 1e3 * statistics.median(whole)
+                        print(f"{label}, step to step {ms:.3f} ms", flush=True)
+                        if kind == "greedy":  # others choose behind the graph
+                            graph = graph_ms(engine, batch, PROMPT_LEN + args.tokens // 2)
+                            idle = max(0.0, 1 - graph / ms)
+                            print(f"{label}, its graph alone {graph:.3f} ms: {idle:.1%} idle")
+
+
+def graph_ms(engine: Engine, batch: int, context: int) -> float:
+    """Milliseconds of a decode step's graph, replayed back to back over real tables."""
+    with decoding(engine, batch, context):
+        core: Any = engine._loaded.core
+        shape = core.runtime.padded(StepShape.decode(batch))
+        recording = core.runtime._record(core.network, core.buffers, shape)
+        return microseconds(core.runtime, recording, 20) / 1e3
 
 
 def report_recordings() -> None:

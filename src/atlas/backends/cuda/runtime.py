@@ -178,7 +178,6 @@ class CudaRuntime:
         self._chosen = arena.take((max_logits,), "int32", zero=True)
         self._regions = [self._own(InputRegion(device, layout)) for _ in range(2)]
         copies = self._copies
-        copies = self._copies
         self._readbacks = self._own(ReadBacks(device, copies, arrays["logits"], self._chosen))
         if not is_translation(shapes):
             self._fetch = InputFetch(device, arena, layout, self._mirror, self._chosen)
