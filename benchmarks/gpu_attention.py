@@ -141,7 +141,7 @@ class Layer:
         self.kept += [out, q]
         positions = np.tile(np.arange(first, first + rows), self.batch)
         cu_rows = np.arange(self.batch + 1) * rows
-        args = [out.data_ptr(), self.tables.data_ptr(), self.ints(cu_rows)]
+        args = [out.data_ptr(), self.tables.data_ptr(), *[self.ints(cu_rows)] * 2]
         args += [self.ints(positions), self.heads, self.kv_heads]
         if "wgmma" in form:
             pools, grid = self.maps(), (self.heads, wgmma_tiles(len(q), self.batch))

@@ -75,7 +75,7 @@ def shared_bytes(dim: int, keys: int, tiles: int) -> int:
 
 @kernel(
     "attention_prefill",
-    args="ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i64 i64 f32 f32",
+    args="ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i64 i64 f32 f32",
     threads=THREADS,
     min_blocks=2,
     shared=shared_bytes,
@@ -84,9 +84,10 @@ def shared_bytes(dim: int, keys: int, tiles: int) -> int:
 def make_attention_prefill(dim: int, keys: int, tiles: int) -> Any:
     """q, out [T, H, K] over the pools [B, HK, 16, K], all bf16; chunks of any length.
 
-    Grid (N · H, ⌈most rows / (64 · tiles)⌉). ``tables`` int32 [N, ``table_stride``], ``cu_rows``
-    int32 [N + 1] and ``positions`` int32 [T] as in the op ``attention``, the rows of a sequence at
-    positions that follow each other. ``window`` 0 and ``softcap`` 0 mean none; ``q_stride``,
+    Grid (N · H, ⌈most rows / (64 · tiles)⌉). ``tables`` int32 [N, ``table_stride``],
+    ``first_rows`` int32 [N] (or ``cu_rows``: every row), ``cu_rows`` int32 [N + 1] and
+    ``positions`` int32 [T] as in the op ``attention_prefill``, the rows of a sequence at positions
+    that follow each other. ``window`` 0 and ``softcap`` 0 mean none; ``q_stride``,
     ``out_stride`` in bytes.
     """
     chunks, pitch = dim // 8, key_pitch(dim)
@@ -134,7 +135,7 @@ def make_attention_prefill(dim: int, keys: int, tiles: int) -> Any:
                 copy16_or_zero(target + (chunk + row) * 16, place, num_bytes)
 
     def attention_prefill(
-        q, k_pool, v_pool, out, tables, cu_rows, positions,
+        q, k_pool, v_pool, out, tables, first_rows, cu_rows, positions,
         heads, kv_heads, window, table_stride, q_stride, out_stride, scale, softcap,
     ):  # fmt: skip
         launch_dependents()
@@ -142,7 +143,7 @@ def make_attention_prefill(dim: int, keys: int, tiles: int) -> Any:
         sequence = quotient(block_x(), heads)
         head = i32(block_x() - sequence * heads)
         kv_head = quotient(head, quotient(heads, kv_heads))
-        chunk_begin = load_b32(cu_rows + sequence * 4)
+        chunk_begin = load_b32(first_rows + sequence * 4)
         chunk_len = load_b32(cu_rows + sequence * 4 + 4) - chunk_begin
         # The longest tiles come first.
         begin = i32((quotient(chunk_len + (rows - 1), rows) - 1 - block_y()) * rows)

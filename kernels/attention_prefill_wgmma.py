@@ -117,7 +117,7 @@ def shared_bytes(dim: int, keys: int, capped: bool = False) -> int:
 
 @kernel(
     "attention_prefill_wgmma",
-    args="ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64 i64 f32 f32",
+    args="ptr ptr ptr ptr ptr ptr ptr ptr i32 i32 i32 i32 i32 i64 i64 f32 f32",
     threads=THREADS,
     shared=shared_bytes,
     arch="sm_90a",
@@ -229,16 +229,16 @@ def make_attention_prefill_wgmma(dim: int, keys: int, capped: bool) -> Any:
     advance, advance_masked = advance_over(False), advance_over(True)
 
     def attention_prefill_wgmma(
-        q, k_map, v_map, out, tables, cu_rows, positions,
+        q, k_map, v_map, out, tables, first_rows, cu_rows, positions,
         heads, kv_heads, sequences, window, table_stride, q_stride, out_stride, scale, softcap,
     ):  # fmt: skip
         launch_dependents()
         wait_prerequisites()
-        sequence, tile = find_tile(block_y(), sequences, cu_rows, positions)
+        sequence, tile = find_tile(block_y(), sequences, first_rows, cu_rows, positions)
         if sequence < 0:
             return
         head = block_x()
-        chunk_begin = load_b32(cu_rows + sequence * 4)
+        chunk_begin = load_b32(first_rows + sequence * 4)
         chunk_len = load_b32(cu_rows + sequence * 4 + 4) - chunk_begin
         if chunk_len <= 0:
             return

@@ -10,7 +10,7 @@ from atlas_kernels.ptx_warp import ballot, lane_id, shuffle_b32
 
 
 @device
-def find_tile(index, sequences, cu_rows, positions):
+def find_tile(index, sequences, first_rows, cu_rows, positions):
     """(sequence, tile of 128 positions counted from its chunk's last), or (−1, 0) past the end.
 
     First the last tile of every chunk, which see most keys; then the other tiles, one chunk after
@@ -20,10 +20,11 @@ def find_tile(index, sequences, cu_rows, positions):
         return i32(index), i32(0)
     lane, left = lane_id(), i32(index - sequences)
     for base in range(0, sequences, 32):
-        begin = load_b32(cu_rows + min(base + lane, sequences) * 4)
-        rows = load_b32(cu_rows + min(base + lane + 1, sequences) * 4) - begin
+        own = i32(min(base + lane, sequences - 1))
+        begin = load_b32(first_rows + own * 4)
+        rows = load_b32(cu_rows + own * 4 + 4) - begin
         others = i32(0)
-        if rows > 0:
+        if rows > 0 and base + lane < sequences:
             start = load_b32(positions + i64(begin) * 4)
             others = i32((start + rows - 1) // WGMMA_ROWS - start // WGMMA_ROWS)
         total = others  # of this lane's sequence and those before it

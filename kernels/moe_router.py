@@ -53,7 +53,7 @@ def make_moe_router(tile: RouterTile) -> Any:
     D is a multiple of 128 and ``chain`` the router's ``chain_length``; rows of x, ``norm`` and
     ``router`` lie at multiples of 16 bytes, strides in bytes. ``active`` is read before the wait.
     """
-    norm_at, row_scores = tile.norm_at, row_scores_of(tile)
+    norm_at, choice_at, row_scores = tile.norm_at, tile.choice_at, row_scores_of(tile)
     route = row_route(tile.scores, load_l2_f32)
 
     def moe_router(
@@ -96,7 +96,7 @@ def make_moe_router(tile: RouterTile) -> Any:
                 runs = row < m and load_shared_b32(base + norm_at) == blocks - 1
             if runs:
                 route(
-                    i32(base + norm_at + 16 + row * 128), row, number, own_scores, last, bias, ids,
+                    i32(base + choice_at + row * 128), row, number, own_scores, last, bias, ids,
                     weights, num_scores, num_choices, num_slots, use_sigmoid, normalize, epsilon,
                     scaling,
                 )  # fmt: skip

@@ -48,9 +48,14 @@ class RouterTile:
         return 32 * self.dim
 
     @property
+    def choice_at(self) -> int:
+        """Where a row's choice is made, 128 bytes a warp: among the norm's weights, which nobody
+        needs by then, and out of reach of a warp whose loads run ahead of its last products."""
+        return self.norm_at + 1024
+
+    @property
     def sums_at(self) -> int:
-        """Where chains' sums meet, 256 bytes a warp: among the norm's weights, which nobody needs
-        by then, behind what the choice puts there."""
+        """Where chains' sums meet, 256 bytes a warp, behind that."""
         return self.norm_at + 2048
 
     @property

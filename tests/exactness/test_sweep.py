@@ -122,13 +122,15 @@ def test_every_weight_is_read_once(case: Case, step: str) -> None:
         assert max(recorder.calls.values()) == 1
 
 
-def test_a_window_without_logits_ends_with_the_last_mixer() -> None:
+def test_a_window_without_logits_ends_with_the_last_keys_and_values() -> None:
     with running(Case("dense")) as (loaded, seqs):
         recorder, network = OpRecorder(loaded), loaded.core.network
         loaded.model.forward.prefill_batch_chunk([window(5, seqs[5], 9, finishes=False)])
-        last: Any = network.blocks[-1]
+        attention, last = network.blocks[-2:]
+        assert isinstance(attention, Attention)
         assert isinstance(last, Mlp)
         unread = [*network.head.matrices, *last.gate_up.matrices, *last.down.matrices]
+        unread += attention.output.matrices
         keys = {("product", id(matrix)) for matrix in unread}
         assert recorder.calls == Counter(call for call in matrices(network) if call not in keys)
 

@@ -95,16 +95,21 @@ def decode(
 
 
 def prefill(
-    bench: Bench, given: Sequences, pools: list[Buffer], chunks: list[tuple[int, int]], form: str
-) -> np.ndarray:
-    """Run the kernel ``form`` for the positions first … end − 1 of each sequence."""
+    bench: Bench, given: Sequences, pools: list[Buffer], chunks: list[tuple[int, int]], form: str,
+    left_out: list[int] | None = None,
+) -> np.ndarray:  # fmt: skip
+    """Run the kernel ``form`` for the positions first … end − 1 of each sequence, but for the first
+    ``left_out[n]`` of them."""
     from atlas_kernels.attention_plan import prefill_rows, wgmma_tiles
 
     chosen = [(n, at) for n, chunk in enumerate(chunks) for at in range(*chunk)]
     q = bench.put(np.stack([given.every_q[n][at] for n, at in chosen]), "bf16", pad=8)
     out = bench.empty((len(chosen), given.heads, given.dim), "bf16", pad=24)
     lengths = [end - first for first, end in chunks]
-    last = [out.address, bench.put_ints(given.tables), bench.put_ints(np.cumsum([0, *lengths]))]
+    cu_rows = np.cumsum([0, *lengths])
+    last = [out.address, bench.put_ints(given.tables)]
+    last += [bench.put_ints(cu_rows[:-1] + (0 if left_out is None else left_out))]
+    last += [bench.put_ints(cu_rows)]
     last += [bench.put_ints([at for _, at in chosen]), given.heads, given.kv_heads]
     if form.startswith("wgmma"):
         sources = [_pool_map(bench, given, pool) for pool in pools]

@@ -100,6 +100,21 @@ def test_any_chunks_give_the_same_bits(
         np.testing.assert_array_equal(part.view(np.int32), whole[first:end].view(np.int32))
 
 
+@pytest.mark.parametrize("form", ["d64_k64", "wgmma_d64", "wgmma_d128"])
+def test_first_rows_that_are_left_out(bench: Bench, form: str) -> None:
+    """The others have the bits that they have beside these, which are not written."""
+    given = Sequences([170, 9, 140], 2, 1, 128 if form.endswith("128") else 64)
+    pools, chunks = put_pools(bench, given), [(0, 170), (0, 9), (3, 140)]
+    whole = prefill(bench, given, pools, chunks, form)
+    for left_out in ([169, 8, 136], [0, 9, 1], [170, 0, 137], [41, 4, 125]):
+        part, at = prefill(bench, given, pools, chunks, form, left_out), 0
+        for (first, end), left in zip(chunks, left_out, strict=True):
+            rows = slice(at + left, at + end - first)
+            np.testing.assert_array_equal(part[rows].view(np.int32), whole[rows].view(np.int32))
+            assert np.isnan(part[at : at + left]).all()
+            at += end - first
+
+
 def test_every_tile_has_one_thread_block(kernel_cache: Path) -> None:
     from atlas_kernels import attention_tiles, build
     from atlas_kernels.attention_plan import wgmma_tiles
@@ -110,21 +125,24 @@ def test_every_tile_has_one_thread_block(kernel_cache: Path) -> None:
 
     find_tile = attention_tiles.find_tile
 
-    def probe(out, cu_rows, positions, sequences):
+    def probe(out, first_rows, cu_rows, positions, sequences):
         wait_prerequisites()
-        sequence, tile = find_tile(block_y(), sequences, cu_rows, positions)
+        sequence, tile = find_tile(block_y(), sequences, first_rows, cu_rows, positions)
         store_b32(out + block_y() * 8, sequence)
         store_b32(out + block_y() * 8 + 4, tile)
 
-    declared = register(probe, "probe", args="ptr ptr ptr i32", threads=32)
+    declared = register(probe, "probe", args="ptr ptr ptr ptr i32", threads=32)
     ptx = build.compile_body(probe, declared, Architecture.parse("sm_90a")).decode()
     KERNELS.pop("probe")
     rng = np.random.default_rng(3)
     for lengths in ([1], [128], [0, 2], [257, 0, 1], rng.integers(0, 600, 77).tolist()):
         starts = rng.integers(0, 5000, len(lengths))
+        left_out = [int(rng.integers(0, length + 1)) for length in lengths]
         tiles = [
-            [*range((start + length - 1) // 128 - start // 128 + 1)] if length else []
-            for start, length in zip(starts.tolist(), lengths, strict=True)
+            [*range((start + length - 1) // 128 - (start + left) // 128 + 1)]
+            if length > left
+            else []
+            for start, length, left in zip(starts.tolist(), lengths, left_out, strict=True)
         ]
         last = [(n, 0) for n in range(len(lengths))]  # also of a chunk without rows
         others = [(n, tile) for n, own in enumerate(tiles) for tile in own[1:]]
@@ -134,7 +152,9 @@ def test_every_tile_has_one_thread_block(kernel_cache: Path) -> None:
         positions = [
             at + n for at, count in zip(starts, lengths, strict=True) for n in range(count)
         ]
-        args = [memory.put(np.zeros((blocks, 2), np.int32)), memory.put(cu_rows)]
+        first_rows = (cu_rows[:-1] + left_out).astype(np.int32)
+        args = [memory.put(np.zeros((blocks, 2), np.int32))]
+        args += [memory.put(first_rows), memory.put(cu_rows)]
         args += [memory.put(np.array(positions, np.int32)), len(lengths)]
         launch(ptx, (1, blocks), 32, args, memory)
         found = memory.get(args[0], np.zeros((blocks, 2), np.int32)).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from atlas.backends.cpu.device import CpuDevice, Queue
 from atlas.backends.cpu.pack import pack
 from atlas.backends.cpu.target import simd_level
-from atlas.errors import CapabilityError
+from atlas.errors import CapabilityError, ShapeError
 from atlas.ops import OPS
 from atlas.ops.blocks import HostMatrix
 from atlas.ops.select import bind, implementations
@@ -96,3 +97,28 @@ def test_linear_rows_are_independent(case: cases.Case) -> None:
         alone = np.empty((1, weight.rows), np.float32)
         _ops(2).linear(x[row : row + 1], pack([weight]), bias, out=alone)
         assert alone.tobytes() == whole[row].tobytes()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 20])
+def test_prompt_rows_that_are_left_out(threads: int) -> None:
+    """The others have the bits that they have beside these, also where threads share segments."""
+    case = next(case for case in cases.attention_prefill() if case.id.startswith("K96"))
+    whole = _run(_ops(threads).attention_prefill, case, packed=True)["out"]
+    cu_rows = case.args[4]
+    begins, lengths = cu_rows[:-1], np.diff(cu_rows)
+    for left_out in (lengths, lengths - 1, lengths // 2, 0 * lengths):
+        first_rows = (begins + left_out).astype(np.int32)
+        kwargs = {**case.kwargs, "first_rows": first_rows}
+        wanted = np.concatenate(
+            [np.arange(*ends) for ends in zip(first_rows, cu_rows[1:], strict=True)]
+        ).astype(int)
+        for call in (OPS["attention_prefill"], _ops(threads).attention_prefill):
+            got = _run(call, replace(case, kwargs=kwargs), packed=True)["out"][wanted]
+            if call is OPS["attention_prefill"]:
+                bound = case.tolerance * np.abs(whole).max()
+                np.testing.assert_allclose(got, whole[wanted], rtol=0, atol=bound)
+            else:
+                assert got.tobytes() == whole[wanted].tobytes()
+    with pytest.raises(ShapeError, match="N is 8"):
+        kwargs = {**case.kwargs, "first_rows": cu_rows}
+        _run(_ops(threads).attention_prefill, replace(case, kwargs=kwargs), packed=True)

@@ -38,17 +38,29 @@ class Attention:
 
     def forward(self, ops: Any, step: StepBuffers) -> None:
         """Add the block's output to ``step.hidden`` and store the rows' K and V."""
+        self.attend(ops, step)
+        self.finish(ops, step)
+
+    def attend(self, ops: Any, step: StepBuffers, first_rows: Array | None = None) -> None:
+        """Store the rows' K and V, and leave what they attend to in ``step.attended``.
+
+        ``first_rows``, counted like ``step.prompt_cu_rows``: rows of a prompt before its own are
+        only stored.
+        """
         self.qkv.forward_normed(ops, step.hidden, self.norm, self.norm_eps, step.normed, step.qkv)
         q, k, v = self._heads(step.qkv)
         attended = step.attended.reshape(len(q), self.num_heads, self.head_dim)
         if step.step_rows:
             self._attend_step(ops, step, q, k, v, attended)
         if step.step_rows < len(q):
-            self._attend_prompt(ops, step, q, k, v, attended)
+            self._attend_prompt(ops, step, q, k, v, attended, first_rows)
             if self.is_gated:
                 rows = slice(step.step_rows, None)
                 flat = step.attended[rows]
                 ops.sigmoid_gate(flat, self._gates(step.qkv[rows]), out=flat)
+
+    def finish(self, ops: Any, step: StepBuffers) -> None:
+        """Add the output product of ``step.attended`` to ``step.hidden``, row by row."""
         if self.post_norm is None:
             self.output.add_to(ops, step.attended, step.hidden)
             return
@@ -86,7 +98,14 @@ class Attention:
         )
 
     def _attend_prompt(
-        self, ops: Any, step: StepBuffers, q: Array, k: Array, v: Array, out: Array
+        self,
+        ops: Any,
+        step: StepBuffers,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        first_rows: Array | None,
     ) -> None:
         rows, seqs = slice(step.step_rows, None), slice(step.step_seqs, None)
         ops.prepare_heads(
@@ -113,6 +132,7 @@ class Attention:
             self.window,
             self.softcap,
             out=out[rows],
+            **({} if first_rows is None else {"first_rows": first_rows}),
         )
 
     def _gates(self, qkv: Array) -> Array:

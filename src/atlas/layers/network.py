@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from atlas.layers.attention import Attention
 from atlas.layers.gated_delta import GatedDelta
 from atlas.layers.linear import Projection
 from atlas.layers.mamba2 import Mamba2
@@ -77,7 +78,7 @@ class Network:
     def forward(self, ops: Any, step: StepBuffers) -> None:
         """One sweep over the weights: ``step.token_ids`` to ``step.logits``."""
         self.embed(ops, step)
-        for block in self.up_to_last_mixer:
+        for block in self.of_all_rows(step):
             block.forward(ops, step)
         self.finish(ops, step)
 
@@ -85,10 +86,18 @@ class Network:
         """``step.token_ids`` to ``step.hidden``."""
         ops.embedding(step.token_ids, self.embedding, self.embedding_scale, out=step.hidden)
 
-    @property
-    def up_to_last_mixer(self) -> tuple[Block, ...]:
-        """The blocks that all rows pass, as later rows of their sequences may read them."""
-        return self.blocks[: len(self.blocks) - len(self.behind_last_mixer)]
+    def of_all_rows(self, step: StepBuffers) -> tuple[Block, ...]:
+        """The blocks that every row passes, as later rows of its sequence may read what it leaves:
+        those up to the last mixer, or to ``last_attention``."""
+        behind = len(self.behind_last_mixer) + (self.last_attention(step) is not None)
+        return self.blocks[: len(self.blocks) - behind]
+
+    def last_attention(self, step: StepBuffers) -> Attention | None:
+        """The last mixer, where it is attention and the step has prompts: later rows of these read
+        its keys and values, and what else it makes of a row without logits nobody does."""
+        mixers = self.blocks[: len(self.blocks) - len(self.behind_last_mixer)]
+        is_attention = bool(mixers) and isinstance(mixers[-1], Attention)
+        return cast(Attention, mixers[-1]) if is_attention and step.has_prompts else None
 
     @property
     def behind_last_mixer(self) -> tuple[Block, ...]:
@@ -98,16 +107,23 @@ class Network:
         return behind[::-1]
 
     def finish(self, ops: Any, step: StepBuffers) -> None:
-        """From behind the last mixer to the logits, only for the rows in ``step.logits_rows``.
+        """From ``of_all_rows`` to the logits, which only the rows in ``step.logits_rows`` reach.
 
         What the last block leaves of these is in the rows of ``step.hidden`` with
         ``step.all_logits``, else in ``step.last_hidden``.
         """
+        attention = self.last_attention(step)
+        if attention is not None:
+            attention.attend(ops, step, step.prompt_first_rows)
         if not len(step.logits_rows):
             return
         if not step.all_logits:  # else each row would go where it is
             ops.gather_rows(step.hidden, step.logits_rows, out=step.last_hidden)
+            if attention is not None:
+                ops.gather_rows(step.attended, step.logits_rows, out=step.last_attended)
             step = step.of_logits()
+        if attention is not None:
+            attention.finish(ops, step)
         for block in self.behind_last_mixer:
             block.forward(ops, step)
         count, norm = len(step.logits_rows), self.final_norm

@@ -92,6 +92,9 @@ class StepBuffers:
         Rows cu_rows[n] … cu_rows[n + 1] − 1 are sequence n's.
     prompt_cu_rows : int32 [prompt sequences + 1]
         The same of the prompt rows alone, counted from the first of them.
+    prompt_first_rows : int32 [prompt sequences]
+        The first row of each prompt that has logits, counted in the same way; its end where none
+        has.
     block_tables : int32 [N, M]
     state_slots : int32 [N]
         Each sequence's slot of the recurrent pools.
@@ -117,9 +120,9 @@ class StepBuffers:
     shared_gate : float32 [T, 1]
     latent, latent_sum : float32 [T, Z]
         What experts of a latent space read, and their weighted sum.
-    last_hidden : float32 [L, D]
-        The residual stream of the rows that have logits, from behind the last mixer on; not written
-        with ``all_logits``.
+    last_hidden, last_attended : float32 [L, D], [L, H·K]
+        The residual stream of the rows that have logits, from the last mixer on, and what its
+        attention gave; not written with ``all_logits``.
     logits : float32 [L, C]
     step_rows, step_seqs, max_step_rows : int
         As in ``StepShape``; 0 in the whole buffers.
@@ -132,6 +135,7 @@ class StepBuffers:
     slots: Array
     cu_rows: Array
     prompt_cu_rows: Array
+    prompt_first_rows: Array
     block_tables: Array
     state_slots: Array
     kept_rows: Array
@@ -157,11 +161,17 @@ class StepBuffers:
     latent: Array
     latent_sum: Array
     last_hidden: Array
+    last_attended: Array
     logits: Array
     step_rows: int = 0
     step_seqs: int = 0
     max_step_rows: int = 0
     all_logits: bool = False
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether any rows are prompts'."""
+        return self.step_rows < len(self.token_ids)
 
     def view(self, shape: StepShape) -> StepBuffers:
         """The front of every buffer for a step of this shape."""
@@ -170,11 +180,13 @@ class StepBuffers:
         by_name: dict[str, slice] = {
             "cu_rows": slice(0, shape.seqs + 1),
             "prompt_cu_rows": slice(0, shape.seqs - shape.step_seqs + 1),
+            "prompt_first_rows": slice(0, shape.seqs - shape.step_seqs),
             "block_tables": slice(0, shape.seqs),
             "state_slots": slice(0, shape.seqs),
             "kept_rows": slice(0, shape.step_rows if shape.keeps_inputs else 0),
             "logits_rows": logits,
             "last_hidden": slice(first, first + shape.logits),
+            "last_attended": logits,
             "logits": slice(first, first + shape.logits),
         }
         arrays: dict[str, Any] = {
@@ -186,10 +198,26 @@ class StepBuffers:
         return replace(self, **arrays, **numbers)
 
     def of_logits(self) -> StepBuffers:
-        """The rows that have logits, gathered in ``last_hidden``, as a step for feed-forwards."""
+        """The rows that have logits, as they were gathered, as a step for what takes each row
+        for itself."""
         logits = self.view(StepShape.decode(len(self.logits_rows)))
-        # Slots tell rows of padding, of which there are none: those numbers are not negative.
-        return replace(logits, hidden=self.last_hidden, slots=self.logits_rows)
+        return replace(
+            logits,
+            hidden=self.last_hidden,
+            attended=self.last_attended,
+            # Slots tell rows of padding, of which there are none: those numbers are not negative.
+            slots=self.logits_rows,
+        )
+
+
+def first_rows_with_logits(logits_rows: Array, cu_rows: Array, *, out: Array) -> None:
+    """``prompt_first_rows`` of int32 [N]: the first of each sequence's rows that is in
+    ``logits_rows``, which ascend; cu_rows[n + 1] where none is."""
+    begins, ends = cu_rows[: len(out)], cu_rows[1 : len(out) + 1]
+    at = np.searchsorted(logits_rows, begins)
+    out[:] = ends
+    some = at < len(logits_rows)
+    out[some] = np.minimum(logits_rows[at[some]], ends[some])
 
 
 _OF_SHAPE = ("step_rows", "step_seqs", "max_step_rows", "all_logits")
@@ -199,6 +227,7 @@ INPUTS = (
     "slots",
     "cu_rows",
     "prompt_cu_rows",
+    "prompt_first_rows",
     "block_tables",
     "state_slots",
     "kept_rows",
@@ -237,6 +266,7 @@ def buffer_shapes(
         "slots": (max_rows,),
         "cu_rows": (max_seqs + 1,),
         "prompt_cu_rows": (max_seqs + 1,),
+        "prompt_first_rows": (max_seqs,),
         "block_tables": (max_seqs, max_blocks),
         "state_slots": (max_seqs,),
         "kept_rows": (max_rows,),
@@ -262,6 +292,7 @@ def buffer_shapes(
         "latent": (max_rows, latent),
         "latent_sum": (max_rows, latent),
         "last_hidden": (logits_rows, config.hidden_size),
+        "last_attended": (logits_rows, heads),
         "logits": (logits_rows, config.vocab_size),
     }
 

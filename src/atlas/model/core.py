@@ -27,7 +27,7 @@ from atlas.errors import (
     WrongThreadError,
 )
 from atlas.layers.network import Network, Replay
-from atlas.layers.step import StepBuffers, StepShape
+from atlas.layers.step import StepBuffers, StepShape, first_rows_with_logits
 from atlas.model import recurrence, room, two_phase
 from atlas.model.batch import Batch, RowKind, Window
 from atlas.model.lifetime import Lifetime
@@ -385,6 +385,10 @@ class ModelCore:
         seqs = shape.step_seqs
         prompts = inputs.cu_rows[seqs : shape.seqs + 1]
         np.subtract(prompts, shape.step_rows, out=inputs.prompt_cu_rows[: len(prompts)])
+        if len(prompts) > 1:
+            logits = inputs.logits_rows[: shape.logits]
+            first = inputs.prompt_first_rows[: len(prompts) - 1]
+            first_rows_with_logits(logits - shape.step_rows, inputs.prompt_cu_rows, out=first)
         self.last_decode = None
         self._all_logits = shape.all_logits
         self.arena.overwrite(shape.first_logits, self.runtime.logits_written(shape))

@@ -58,7 +58,9 @@ class LongPrompt:
 
 
 def _with(view: StepBuffers, arrays: dict[str, Any], rows: int) -> StepBuffers:
-    return replace(view, **arrays, prompt_cu_rows=np.array([0, rows], np.int32))
+    cu_rows, first = np.array([0, rows], np.int32), rows - len(view.logits_rows)
+    first_rows = np.array([first], np.int32)
+    return replace(view, **arrays, prompt_cu_rows=cu_rows, prompt_first_rows=first_rows)
 
 
 def run(core: ModelCore, ids: Ints, seq: SequenceState, piece_rows: int) -> None:
@@ -70,7 +72,7 @@ def run(core: ModelCore, ids: Ints, seq: SequenceState, piece_rows: int) -> None
     ]
     for piece in pieces:
         network.embed(ops, piece)
-    for block in network.up_to_last_mixer:
+    for block in network.of_all_rows(pieces[0]):
         if isinstance(block, GatedDelta | Mamba2):
             for piece in pieces:
                 block.project(ops, piece)
@@ -80,4 +82,5 @@ def run(core: ModelCore, ids: Ints, seq: SequenceState, piece_rows: int) -> None
         else:
             for piece in pieces:
                 block.forward(ops, piece)
-    network.finish(ops, pieces[-1])
+    for piece in pieces:
+        network.finish(ops, piece)

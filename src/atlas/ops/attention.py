@@ -210,6 +210,7 @@ def attention_prefill(
     softcap: float | None,
     *,
     out: Float,
+    first_rows: Int | None = None,
 ) -> None:
     """Causal attention of prompt rows over their sequences' blocks, after :func:`prepare_heads`.
 
@@ -231,6 +232,9 @@ def attention_prefill(
         Scores become cap · tanh(score / cap).
     out : float32 [T, H, K]
         Written; contiguous.
+    first_rows : int32 [N], optional
+        Rows of sequence n before first_rows[n] are left out, and what ``out`` holds for them is not
+        defined. cu_rows[n] … cu_rows[n + 1]; none is left out without it.
 
     Notes
     -----
@@ -245,7 +249,8 @@ def attention_prefill(
     """
     num_heads, num_kv_heads = q.shape[1], k_pool.shape[1]
     for n in range(len(cu_rows) - 1):
-        for t in range(cu_rows[n], cu_rows[n + 1]):
+        first = cu_rows[n] if first_rows is None else first_rows[n]
+        for t in range(first, cu_rows[n + 1]):
             end = positions[t] + 1
             start = 0 if window is None else max(0, end - window)
             table = block_tables[n, : -(-end // k_pool.shape[3])]

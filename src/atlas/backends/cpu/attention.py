@@ -105,9 +105,14 @@ def attention_prefill(
     softcap: float | None,
     *,
     out: Array,
+    first_rows: Array | None = None,
 ) -> None:
     sizes = match_dims("T H K", q, "T H K", out, dtype="float32")
     match_dims("N M", block_tables, f"{sizes['T']}", positions, "N1", cu_rows, dtype="int32")
+    if first_rows is None:
+        first_rows = cu_rows
+    else:
+        match_dims("N M", block_tables, "N", first_rows, dtype="int32")
     kind = pool_kind(k_pool, v_pool, k_pool.shape[1], sizes["K"])
     rows, heads, kv_heads, dim = sizes["T"], sizes["H"], k_pool.shape[1], sizes["K"]
     if not out.flags.c_contiguous:
@@ -125,7 +130,8 @@ def attention_prefill(
     args += (block_tables.strides[0], address(cu_rows), address(positions), len(cu_rows) - 1)
     args += (heads, kv_heads, dim, k_pool.shape[3], float_bits(scale), window or 0)
     args += (float_bits(softcap or 0.0), address(out), address(scratch), scratch_bytes)
-    keep = (q, k_pool, v_pool, block_tables, cu_rows, positions, out, scratch)
+    args += (address(first_rows),)
+    keep = (q, k_pool, v_pool, block_tables, cu_rows, first_rows, positions, out, scratch)
     if not shared_out:
         queue.launch(f"attention.fused_{kind}", args, keep)
         return

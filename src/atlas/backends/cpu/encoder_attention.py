@@ -41,5 +41,5 @@ def encoder_attention(
     queue.launch("encoder_attention.lay_out", store, keep)
     args: Args = (address(q), q.strides[0], keys, values, tables, table * 4, address(cu_rows))
     args += (positions, seqs, heads, heads, dim, _BLOCK, float_bits(scale), 0, float_bits(0.0))
-    args += (address(out), work, per_thread)
+    args += (address(out), work, per_thread, address(cu_rows))
     queue.launch("attention.fused_f32", args, keep)

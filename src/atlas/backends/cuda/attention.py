@@ -279,10 +279,16 @@ def attention_prefill(
     softcap: float | None,
     *,
     out: DeviceArray,
+    first_rows: DeviceArray | None = None,
 ) -> None:
     sizes = pools_of(q, k_pool, v_pool)
     seqs, dim = _check_tables(q, block_tables, cu_rows, positions, out), sizes.dim
-    tables: Args = (out, block_tables, cu_rows, positions, sizes.heads, sizes.kv_heads)
+    if first_rows is None:
+        first_rows = cu_rows
+    else:
+        match("int32", f"{seqs}", first_rows)
+    tables: Args = (out, block_tables, first_rows, cu_rows, positions)
+    tables += (sizes.heads, sizes.kv_heads)
     limits: Args = (window or 0, block_tables.shape[1], q.strides[0], out.strides[0])
     limits += (scale, softcap or 0.0)
     if queue.device.arch == "sm_90a" and dim in WGMMA_KEYS:

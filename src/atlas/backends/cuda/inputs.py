@@ -129,6 +129,7 @@ class InputRegion:
         prompts = shape.seqs - shape.step_seqs
         last = shape.rows - shape.step_rows
         arrays.prompt_cu_rows[prompts + 1 : padded.seqs - padded.step_seqs + 1] = last
+        arrays.prompt_first_rows[prompts : padded.seqs - padded.step_seqs] = last
         arrays.logits_rows[shape.logits : padded.logits] = 0
 
     def close(self) -> None:

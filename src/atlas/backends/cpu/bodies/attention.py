@@ -325,7 +325,7 @@ def _bodies(segment, width):
     def fused(thread, num_threads, args):
         cu_rows, num_seqs = args[6], args[8]
         num_heads, num_kv_heads, dim = args[9], args[10], args[11]
-        out, scratch, scratch_bytes = args[16], args[17], args[18]
+        out, scratch, scratch_bytes, first_rows = args[16], args[17], args[18], args[19]
         group = num_heads // num_kv_heads
         wide = (dim + 15) // 16 * 64
         scores = scratch + thread * scratch_bytes
@@ -335,7 +335,7 @@ def _bodies(segment, width):
         item = 0
         for n in range(num_seqs):
             row_end = load_i32(cu_rows + (n + 1) * 4)
-            for first_row in range(load_i32(cu_rows + n * 4), row_end, TILE_ROWS):
+            for first_row in range(load_i32(first_rows + n * 4), row_end, TILE_ROWS):
                 num_rows = min(TILE_ROWS, row_end - first_row)
                 for kv_head in range(num_kv_heads):
                     item += 1
@@ -363,15 +363,15 @@ def _bodies(segment, width):
         """Every (row, key head, segment) on its own; results to the partial buffer."""
         cu_rows, num_seqs = args[6], args[8]
         num_heads, num_kv_heads, dim = args[9], args[10], args[11]
-        scratch, scratch_bytes, partials = args[17], args[18], args[19]
-        max_segments, row_bytes = args[20], args[21]
+        scratch, scratch_bytes, first_rows = args[17], args[18], args[19]
+        partials, max_segments, row_bytes = args[20], args[21], args[22]
         group = num_heads // num_kv_heads
         wide = (dim + 15) // 16 * 64
         scores = scratch + thread * scratch_bytes
         spare = scores + SCORE_BYTES
         item = 0
         for n in range(num_seqs):
-            for row in range(load_i32(cu_rows + n * 4), load_i32(cu_rows + (n + 1) * 4)):
+            for row in range(load_i32(first_rows + n * 4), load_i32(cu_rows + (n + 1) * 4)):
                 for kv_head in range(num_kv_heads):
                     for e in range(0, group, QUERIES):
                         queries, starts, ends = quad(args, n, row, 1, kv_head, e)
