@@ -55,6 +55,7 @@ QUANTIZED = [
 ]
 HYBRID = [
     Case("delta"),
+    Case("delta_last"),
     Case("mamba"),
     Case("mixers"),
     Case("mamba_alone"),

@@ -159,6 +159,26 @@ def test_rows_without_logits_end_with_the_last_mixer(case: Case) -> None:
         assert rows == [3] * loaded.model.config.num_layers
 
 
+@pytest.mark.parametrize("case", [Case("dense"), Case("delta_last")], ids=str)
+def test_the_last_attention_serves_rows_with_logits_alone(case: Case) -> None:
+    with running(case) as (loaded, seqs):
+        runtime: Any = loaded.core.runtime
+        call, served = runtime.functions["attention_prefill"], []
+
+        def counted(queue: Any, *args: Any, first_rows: Any = None, **kwargs: Any) -> None:
+            left_out = first_rows if first_rows is not None else args[4]
+            served.append((args[4][1:] - left_out[: len(args[4]) - 1]).tolist())
+            more = {} if first_rows is None else {"first_rows": first_rows}
+            call(queue, *args, **more, **kwargs)
+
+        runtime.functions["attention_prefill"] = counted
+        runtime.forget_recorded()
+        pieces = [window(i, seqs[i], 20 + i, finishes=i != 7) for i in (5, 6, 7)]
+        loaded.model.forward.mixed_forward_batch([1, 2, 3], seqs[:3], pieces)
+        layers = sum(kind == "attention" for kind in loaded.model.config.layer_kinds) or 3
+        assert served == [[25, 26, 27]] * (layers - 1) + [[1, 1, 0]]
+
+
 @pytest.mark.parametrize("step", [name for name in STEPS if "prefill_chunk" not in name])
 def test_a_step_allocates_nothing(step: str) -> None:
     """The second step of a shape: what Python allocates is small and does not grow with rows."""

@@ -105,6 +105,9 @@ CONFIGS: dict[str, ModelConfig] = {
     "wide_heads": replace(_WIDE, head_dim=128, num_heads=8, qkv_bias=False),
     "delta": replace(_DENSE, **_DELTA),
     "delta_moe": replace(_DENSE, **_DELTA_MOE),
+    "delta_last": replace(
+        _DENSE, **_DELTA | {"layer_kinds": ("gated_delta", "gated_delta", "attention")}
+    ),
     "mamba": replace(_DENSE, **_MAMBA),
     "mixers": replace(_DENSE, **_MIXERS),
     "mamba_alone": replace(
@@ -119,7 +122,8 @@ CONFIGS: dict[str, ModelConfig] = {
 }
 """``*_wide`` shapes suit every quantised format; the others suit no vector width.
 
-``delta`` is arranged as Qwen3.5, ``mamba`` as Bamba, ``mixers`` as Nemotron-H.
+``delta`` and, with attention at the end as there, ``delta_last`` are arranged as Qwen3.5, ``mamba``
+as Bamba, ``mixers`` as Nemotron-H.
 """
 
 

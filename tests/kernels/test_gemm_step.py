@@ -162,11 +162,15 @@ def test_mma_products(bench: Bench, name: str, rows: int) -> None:
     assert np.abs(got - want).max() <= 2e-6 * np.abs(want).max()
 
 
-# A ring that goes round, stages of 64 and of 128 elements, 16 to 64 rows of W in a tile.
+# A ring that goes round, stages of 64 and of 128 elements, 16 to 64 rows of W in a tile; W from
+# shared memory and (rows not a multiple of 64, for 32 and 64 of x) from registers.
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("c16_8", 5), ("c24_8", 1), ("c48_16", 9), ("c72_16", 12), ("wide_8", 8), ("c64_64", 33)],
-)
+    [
+        ("c16_8", 5), ("c24_8", 1), ("c48_16", 9), ("c72_16", 12), ("wide_8", 8), ("c64_64", 33),
+        ("c24_32", 30), ("c32_32", 17), ("c72_32", 32), ("c96_64", 40),
+    ],
+)  # fmt: skip
 def test_wgmma_gives_the_bits_of_mma(bench: Bench, name: str, rows: int) -> None:
     if not isinstance(bench.memory, Memory) and bench.memory.arch != "sm_90a":
         pytest.skip(f"gemm_step needs sm_90a, not {bench.memory.arch}")

@@ -393,7 +393,7 @@ def _run(name: str, definition: Callable[..., Any], given: dict[str, Any]) -> No
     if name == "attention_step":  # what was stored is rounded before it is read
         for part in ("prepare_heads", "attention_prefill"):
             parameters = inspect.signature(OPS[part]).parameters
-            _run(part, OPS[part], {key: given[key] for key in parameters})
+            _run(part, OPS[part], {key: given[key] for key in parameters if key in given})
         return
     if name == "attention_step_gated":  # what was attended is rounded before it is gated
         parameters = inspect.signature(OPS["attention_step"]).parameters

@@ -62,9 +62,10 @@ ONE_EACH = np.ones(3, np.int32)
         (StepShape.of(6, 3, 6, 0, np.array([3, 1, 2], np.int32)), 0),
         (StepShape.of(3, 3, 2, 0, ONE_EACH), 1),  # padded to four rows, all with logits
         (StepShape.of(4, 1, 1, 0, np.array([4], np.int32)), 1),
-        (StepShape.of(23, 4, 4, 0, ONE_EACH), 1),
-        (StepShape.of(4, 4, 4, 0, ONE_EACH), 1),  # a prompt of one token, behind padding
-        (StepShape.prompt(8, 8), 1),
+        # With prompts, also what the rows attended to in the last layer.
+        (StepShape.of(23, 4, 4, 0, ONE_EACH), 2),
+        (StepShape.of(4, 4, 4, 0, ONE_EACH), 2),  # a prompt of one token, behind padding
+        (StepShape.prompt(8, 8), 2),
         (StepShape.prompt(20, 0), 0),
     ],
 )
