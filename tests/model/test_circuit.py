@@ -179,6 +179,11 @@ def test_what_is_not_offered_is_refused_and_changes_nothing(loaded: LoadedModel)
         circuit.set_forward(ForwardSelection(ops={"softmax": wrong}))
     with pytest.raises(InvalidArgumentError, match=r"takes \(x, out\); allowed: \(x, weight"):
         circuit.set_forward(ForwardSelection(ops={"rmsnorm": wrong}))
+
+    def strict(x: Any, weight: Any, bias: Any, *, out: Any) -> None: ...
+
+    with pytest.raises(InvalidArgumentError, match="takes bias without a default; allowed: bias=N"):
+        circuit.set_forward(ForwardSelection(ops={"linear": strict}))
     assert circuit.disclosure() == before
 
 

@@ -133,10 +133,16 @@ class DenseCircuit(ModelCircuit):
 def _check_signature(name: str, function: Callable[..., Any]) -> None:
     if name not in OPS:
         raise InvalidArgumentError(f"op {name!r} is unknown; allowed: {', '.join(sorted(OPS))}")
-    expected = list(inspect.signature(OPS[name]).parameters)
-    given = [each for each in inspect.signature(function).parameters if each != "stream"]
+    parameters, own = (inspect.signature(each).parameters for each in (OPS[name], function))
+    expected, given = list(parameters), [each for each in own if each != "stream"]
     if given not in (expected, ["queue", *expected]):
         raise InvalidArgumentError(
             f"{name}'s replacement takes ({', '.join(given)}); "
             f"allowed: ({', '.join(expected)}), or queue in front of these"
         )
+    for key, parameter in parameters.items():  # a step leaves out what has a default
+        if parameter.default is not parameter.empty and own[key].default is parameter.empty:
+            raise InvalidArgumentError(
+                f"{name}'s replacement takes {key} without a default; "
+                f"allowed: {key}={parameter.default!r}"
+            )
