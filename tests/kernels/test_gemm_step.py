@@ -162,8 +162,7 @@ def test_mma_products(bench: Bench, name: str, rows: int) -> None:
     assert np.abs(got - want).max() <= 2e-6 * np.abs(want).max()
 
 
-# A ring that goes round, stages of 64 and of 128 elements, 16 to 64 rows of W in a tile; W from
-# shared memory and (rows not a multiple of 64, for 32 and 64 of x) from registers.
+# A ring that goes round, stages of 64 and of 128 elements, 16 to 96 rows of W in a tile.
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
