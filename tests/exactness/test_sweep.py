@@ -168,7 +168,8 @@ def test_the_last_attention_serves_rows_with_logits_alone(case: Case) -> None:
         def counted(queue: Any, *args: Any, first_rows: Any = None, **kwargs: Any) -> None:
             left_out = first_rows if first_rows is not None else args[4]
             served.append((args[4][1:] - left_out[: len(args[4]) - 1]).tolist())
-            call(queue, *args, first_rows=first_rows, **kwargs)
+            more = {} if first_rows is None else {"first_rows": first_rows}
+            call(queue, *args, **more, **kwargs)
 
         runtime.functions["attention_prefill"] = counted
         runtime.forget_recorded()

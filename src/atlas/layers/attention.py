@@ -132,7 +132,7 @@ class Attention:
             self.window,
             self.softcap,
             out=out[rows],
-            first_rows=first_rows,
+            **({} if first_rows is None else {"first_rows": first_rows}),
         )
 
     def _gates(self, qkv: Array) -> Array:

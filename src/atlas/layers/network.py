@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from atlas.layers.attention import Attention
 from atlas.layers.gated_delta import GatedDelta
@@ -96,8 +96,8 @@ class Network:
         """The last mixer, where it is attention and the step has prompts: later rows of these read
         its keys and values, and what else it makes of a row without logits nobody does."""
         mixers = self.blocks[: len(self.blocks) - len(self.behind_last_mixer)]
-        last = mixers[-1] if mixers else None
-        return last if isinstance(last, Attention) and step.has_prompts else None
+        is_attention = bool(mixers) and isinstance(mixers[-1], Attention)
+        return cast(Attention, mixers[-1]) if is_attention and step.has_prompts else None
 
     @property
     def behind_last_mixer(self) -> tuple[Block, ...]:
